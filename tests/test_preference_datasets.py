@@ -1,6 +1,7 @@
 """The paper's datasets as prompts, responses and pairs, and the order in which their examples come."""
 
 import random
+import re
 
 import datasets
 import numpy as np
@@ -9,7 +10,6 @@ from support.pytests import refused
 from support.runs import write_rows
 
 from dpo.data.examples import iterate_examples
-from dpo.errors import InputError
 from dpo.settings.places import BUILT_IN
 from preference_datasets import extract_anthropic_prompt, get_batch_iterator, get_dataset, strip_html_tags
 
@@ -150,10 +150,8 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
     ],
 )
 def test_a_row_without_its_fields_is_named_with_the_field(tmp_path, name, row, message):
-    with pytest.raises(InputError) as error:
+    with refused(f"record 1 of {tmp_path}.*{re.escape(message)}"):
         load(name, [row], tmp_path)
-    assert f"record 1 of {tmp_path}" in str(error.value)
-    assert message in str(error.value)
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_choices():

@@ -162,7 +162,8 @@ TABLE = [
         [
             {"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" green.")]},
             {
-                **{"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")]},
+                "prompt": [*ASK, assistant("It is")],
+                "chosen": [assistant(" blue.")],
                 "rejected": [*ASK, assistant("It is green.")],
             },
         ],

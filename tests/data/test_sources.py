@@ -39,6 +39,10 @@ def write(path, rows: list) -> None:
         pd.DataFrame(rows).to_json(path, orient="records", lines=".jsonl" in path.name, force_ascii=False)
 
 
+def read(path, split: str = "train") -> list:
+    return list(load_rows(Source(str(path)), split))
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The Hub is this directory; the calls that load datasets from it."""
@@ -57,9 +61,9 @@ def hub(monkeypatch, tmp_path):
 def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
     write(tmp_path / f"train{suffix}", ROWS)
     write(tmp_path / f"test{suffix}", ROWS[:1])
-    assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
-    assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
-    assert list(load_rows(Source(str(tmp_path / f"train{suffix}")), "test")) == ROWS  # one file is both splits
+    assert read(tmp_path) == ROWS
+    assert read(tmp_path, "test") == ROWS[:1]
+    assert read(tmp_path / f"train{suffix}", "test") == ROWS  # one file is both splits
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
 def test_a_table_may_have_semicolons_empty_rows_and_columns_without_a_name(tmp_path, text, row):
     for name, data in (("a.csv", text.encode()), ("a.CSV.gz", gzip.compress(text.encode()))):
         (tmp_path / name).write_bytes(data)
-        assert list(load_rows(Source(str(tmp_path / name)), "train")) == [row]
+        assert read(tmp_path / name) == [row]
 
 
 @pytest.mark.parametrize("place", ["saved", "train.parquet", "somebody/labelled"])
@@ -108,15 +112,22 @@ def test_a_split_is_found_by_its_name(tmp_path, split, names, found):
     for name in names:
         write(tmp_path / name, [{"name": name}])
     before = sorted(tmp_path.rglob("*"))
-    assert list(load_rows(Source(str(tmp_path)), split)) == [{"name": names[i]} for i in found]
+    assert read(tmp_path, split) == [{"name": names[i]} for i in found]
     assert sorted(tmp_path.rglob("*")) == before  # no cache and no lock
 
 
 @pytest.mark.parametrize(
     ("holdout", "n_prompts", "n_test"),
     [
-        *[(None, 3, 1), (None, 30, 10), (None, 60, 20), (None, 300, 30)],  # a tenth, at least 20 and at most a third
-        *[(0.1, 2, 1), (0.1, 70, 7), (0.25, 20, 5), (1, 20, 1), (12.0, 20, 12)],
+        (None, 3, 1),
+        (None, 30, 10),
+        (None, 60, 20),
+        (None, 300, 30),  # a tenth, at least 20 and at most a third
+        (0.1, 2, 1),
+        (0.1, 70, 7),
+        (0.25, 20, 5),
+        (1, 20, 1),
+        (12.0, 20, 12),
     ],
 )
 def test_one_file_is_split_by_prompt_and_together_the_parts_are_everything(tmp_path, holdout, n_prompts, n_test):
@@ -182,7 +193,7 @@ def test_data_that_cannot_be_read_says_which_file_and_why(tmp_path, files, messa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     try:
-        [said, *_] = [row for row in load_rows(Source(str(tmp_path)), "train") if isinstance(row, InputError)]
+        [said, *_] = [row for row in read(tmp_path) if isinstance(row, InputError)]
     except InputError as error:
         said = error
     assert message.format(dir=tmp_path) in str(said)
@@ -193,7 +204,7 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
     end, other = os.pipe()  # as `<(...)` of a shell gives
     for path in (tmp_path, tmp_path / "train.jsonl", f"/dev/fd/{end}"):
         with refused("is not a regular file"):
-            load_rows(Source(str(path)), "train")
+            read(path)
     os.close(end)
     os.close(other)
 
@@ -202,7 +213,7 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
 def test_the_hub_is_never_asked_for_a_path(path, monkeypatch, tmp_path, hub):
     monkeypatch.chdir(tmp_path)
     with refused("does not exist"):
-        load_rows(Source(path), "train")
+        read(path)
     assert hub == []
 
 
@@ -250,7 +261,7 @@ CHAT = {"messages": [user("Hi")], "tools": [{"name": "f"}]}
 def test_a_json_file_may_hold_lines_a_record_or_records_in_an_object(tmp_path, text, rows):
     file = tmp_path / "train.json"
     file.write_text(text, encoding="utf-8")
-    assert list(load_rows(Source(str(file)), "train")) == rows
+    assert read(file) == rows
 
 
 SCHEMA = {"properties": {"at": {"type": "string", "default": None}, "default": {"const": None}}}
@@ -264,7 +275,7 @@ CALLS = [  # objects without and with a field, and nulls that say something
 def test_only_what_arrow_adds_to_objects_goes(tmp_path, suffix):
     rows = [*CALLS, {**CALLS[0], "messages": [{"arguments": {"at": None}}]}]
     write(tmp_path / f"train{suffix}", rows)
-    [*calls, null] = load_rows(Source(str(tmp_path)), "train")
+    [*calls, null] = read(tmp_path)
     assert calls == CALLS
     assert (null == rows[-1]) == (suffix == ".jsonl")
 
@@ -272,7 +283,7 @@ def test_only_what_arrow_adds_to_objects_goes(tmp_path, suffix):
 def test_what_datasets_keeps_as_json_is_read_as_it_was_written(tmp_path):
     rows = [{"messages": [{"at": at}, {"role": "tool"}]} for at in (1, "x")]
     datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / "train")
-    assert list(load_rows(Source(str(tmp_path)), "train")) == rows
+    assert read(tmp_path) == rows
 
 
 def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_path):
@@ -315,9 +326,9 @@ def test_a_csv_without_names_of_columns_is_told_so_and_rows_have_the_numbers_of_
     file = tmp_path / "mine.csv"
     file.write_text("How do I reset my password?,Click it.,No.\nWho are you then?,Me.,Nobody.\n")
     with refused("the first line of .* names columns, and 'How do I reset my password"):
-        get_custom(load_rows(Source(str(file)), "train"), str(file), tokenizer)
+        get_custom(read(file), str(file), tokenizer)
     file.write_text("prompt,chosen,rejected\nWho?,Me.,You.\n,,\n\nWhy?,,No.\n")
     with refused("row 5 of .*: the response to learn is empty: give chosen a value"):
-        get_custom(load_rows(Source(str(file)), "train"), str(file), tokenizer)
+        get_custom(read(file), str(file), tokenizer)
     data = get_custom([PAIR], "mine", tokenizer, trains_on="targets")
     assert "mine: loss=sft learns chosen and does not use rejected; loss=dpo trains on such pairs" in data.notes

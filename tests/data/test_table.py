@@ -15,7 +15,7 @@ import pytest
 from support.formats import TOOLS, user
 from support.pytests import refused
 from support.records import plan_of_data
-from support.runs import GOLDEN, TINY, flip_a_bit, read_json, write_rows
+from support.runs import GOLDEN, TINY, append_text, flip_a_bit, read_json, write_rows
 from support.trainers import compose
 
 from dpo.data import loading, preflight, published, report
@@ -33,7 +33,12 @@ ODD = [
     Prompt('"\\\n\u2028\0é漢🙂', ["", "\r\n"], [{"chosen": 1, "rejected": 0}], "keep_start", True, 1, "mine"),
     Prompt("no pair", [" alone"], [], "keep_start", False, 2),
     Prompt(
-        *("<user>é", [" b"], [{"chosen": 0}], "keep_start", True, 3),
+        "<user>é",
+        [" b"],
+        [{"chosen": 0}],
+        "keep_start",
+        True,
+        3,
         **{"messages": [user("é")], "tools": TOOLS, "cuts": [[0, 1]], "apart": False},
     ),
 ]
@@ -171,8 +176,7 @@ def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, m
     load_rows = published.load_rows
 
     def edit_and_load(place, split, cache_dir):
-        with (source / "train.jsonl").open("a") as file:
-            file.write("\n")
+        append_text(source / "train.jsonl", "\n")
         return load_rows(place, split, cache_dir)
 
     monkeypatch.setattr(published, "load_rows", edit_and_load)

@@ -4,7 +4,6 @@ The tiny tokenizer gives " a" and other short words of its own one token each.
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from support.formats import assistant, system, user
@@ -12,7 +11,7 @@ from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import write_rows
 
-from dpo.data.examples import encode_examples, list_examples
+from dpo.data.examples import Example, encode_examples, list_examples
 from dpo.data.preflight import build_table
 from dpo.data.report import SplitReport
 from dpo.data.schema import Prompt
@@ -32,21 +31,14 @@ TURNS = [
 LIMITS = {"max_length": 60, "max_prompt_length": 40}
 
 
-class Built(NamedTuple):
-    """The encoded training examples, and the counts."""
-
-    examples: list
-    report: dict
-
-
-def build(tmp_path: Path, tokenizer, rows: list[dict], **values) -> Built:
+def build(tmp_path: Path, tokenizer, rows: list[dict], **values) -> tuple[list[Example], dict]:
+    """Return the encoded training examples, and the counts."""
     for split in ("train", "test"):
         write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
     plan = plan_of_data(tmp_path, {"mine": str(tmp_path / "mine")}, **LIMITS, **values)
     facts = build_table(tmp_path, plan, tokenizer)
     examples = [example for prompt in PromptTable(tmp_path / "train.jsonl") for example in list_examples(prompt)]
-    encoded = encode_examples(examples, TextEncoder(tokenizer), **LIMITS)
-    return Built(encoded, facts["train"])
+    return encode_examples(examples, TextEncoder(tokenizer), **LIMITS), facts["train"]
 
 
 def chat_row(turns: list[dict], n_words: int = 9) -> dict:
@@ -100,28 +92,29 @@ def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, 
     assert not whole.truncated
 
 
+LONG = "first " + "word " * 60 + "last"
+OF_HH = f"\n\nHuman: {LONG}\n\nAssistant:"
+
+
 @pytest.mark.parametrize(
     ("truncation", "begins", "ends"),
     [("auto", False, True), ("keep_end", False, True), ("keep_start", True, False)],
 )
-@pytest.mark.parametrize("kind", ["chat", "text", "hh"])
-def test_a_key_chooses_the_side_of_every_kind_of_prompt(tmp_path, chat, kind, truncation, begins, ends):
-    middle = "word " * 60
-    if kind == "chat":
-        row = chat_row([user(f"first {middle}last")], n_words=20)
-        start, end = "[user] first", "last\n[assistant] "
-    elif kind == "text":
-        row = {"prompt": f"first {middle}last", "chosen": " good" * 20, "rejected": " bad"}
-        start, end = "first", "last"
-    else:
-        prompt = f"\n\nHuman: first {middle}last\n\nAssistant:"
-        row = {"chosen": prompt + " good" * 50, "rejected": prompt + " bad"}
-        start, end = "\n\nHuman: first", "last\n\nAssistant:"
+@pytest.mark.parametrize(
+    ("row", "start", "end"),
+    [
+        (chat_row([user(LONG)], n_words=20), "[user] first", "last\n[assistant] "),
+        ({"prompt": LONG, "chosen": " good" * 20, "rejected": " bad"}, "first", "last"),
+        ({"chosen": OF_HH + " good" * 50, "rejected": OF_HH + " bad"}, "\n\nHuman: first", "last\n\nAssistant:"),
+    ],
+    ids=["chat", "text", "hh"],
+)
+def test_a_key_chooses_the_side_of_every_kind_of_prompt(row, start, end, tmp_path, chat, truncation, begins, ends):
     tokenizer = chat(CHAT)
-    [example] = build(tmp_path, tokenizer, [row], truncation=truncation, chat="never").examples
+    [example], _ = build(tmp_path, tokenizer, [row], truncation=truncation, chat="never")
     text = tokenizer.decode(example.prompt)
     assert (text.startswith(start), text.endswith(end)) == (begins, ends)
-    if kind == "hh":  # the reference's rule for responses
+    if start == "\n\nHuman: first":  # the reference's rule for responses
         assert len(example.responses[0]) == LIMITS["max_length"] - LIMITS["max_prompt_length"]
 
 
@@ -141,7 +134,6 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):
     row = {"prompt": "a b c" * 30, "chosen": " c" * 20, "rejected": " d"}
-    start, end = (
-        build(tmp_path, tokenizer, [row], truncation=mode).report["digest"] for mode in ("keep_start", "keep_end")
-    )
-    assert start != end
+    _, start = build(tmp_path, tokenizer, [row], truncation="keep_start")
+    _, end = build(tmp_path, tokenizer, [row], truncation="keep_end")
+    assert start["digest"] != end["digest"]

@@ -37,12 +37,17 @@ def run_dir(copied, tmp_path, monkeypatch) -> Path:
     return copied("run", "lr=1e-2")
 
 
+def evaluate(*arguments: object) -> int:
+    """Return the status of `dpo evaluate`, with short answers, into `out`."""
+    return main([*(str(argument) for argument in arguments), *SHORT])
+
+
 def read_result(kind: str = "function") -> dict:
     return read_json(Path("out", f"evaluation-{kind}.json"))
 
 
 def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(run_dir, printed):
-    assert main([str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
+    assert evaluate(run_dir, "--judge", "function:mine.py:score") == 0
     result, page = read_result(), Path("out/evaluation-function.html").read_text()
     answers = read_rows(Path("out/answers.jsonl"))
     lengths = {name: [len(a["answer"]) for a in answers if a["model"] == name] for name in ("run/step-24", "its start")}
@@ -51,7 +56,7 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     assert result["sentences"][0] in printed()
     assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
 
-    assert main([str(run_dir), str(run_dir), "--judge", "function:mine.py:score", *SHORT]) == 0
+    assert evaluate(run_dir, run_dir, "--judge", "function:mine.py:score") == 0
     assert read_result()["ties"] == result["n"]  # the run beside itself: equal answers, the first of which are kept
     assert len(Path("out/answers.jsonl").read_text().splitlines()) == len(answers)
 
@@ -62,7 +67,7 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
 def test_a_file_of_the_user_is_neither_replaced_nor_cut(judge, name, run_dir, capsys):
     theirs = write_rows(Path("out", name), [{"prompt": "Hi", "chosen": "Hello.", "rejected": "What?"}])
     theirs.write_text(content := theirs.read_text().rstrip())  # without a newline at its end
-    assert main([str(run_dir), "--judge", judge, *SHORT]) == 2
+    assert evaluate(run_dir, "--judge", judge) == 2
     assert f"error: {theirs} is none of the files that this command writes" in capsys.readouterr().err
     assert theirs.read_text() == content
     assert [path.name for path in theirs.parent.iterdir()] == [name]
@@ -79,7 +84,7 @@ def test_files_of_an_evaluation_are_known_by_their_beginning(name, tmp_path):
 
 
 def test_people_judge_on_a_page_that_does_not_say_whose_answer_is_where(run_dir, printed):
-    assert main([str(run_dir), "--judge", "human", *SHORT]) == 0
+    assert evaluate(run_dir, "--judge", "human") == 0
     assert "then: dpo evaluate " in printed()
     page = Path("out/judge.html").read_text()
     pairs, drawn = (json.loads(re.search(rf"const {name} = (.*);", page)[1]) for name in ("pairs", "drawn"))
@@ -126,21 +131,21 @@ def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
-    assert main([str(run_dir), *SHORT, *arguments]) == 2
+    assert evaluate(run_dir, *arguments) == 2
     assert reason in capsys.readouterr().err
 
 
 def test_a_model_without_a_run_says_what_is_missing(run_dir, capsys):
-    assert main([str(TINY), "--judge", "human", *SHORT]) == 2
+    assert evaluate(TINY, "--judge", "human") == 2
     assert "does not say what it was trained from: add OTHER" in capsys.readouterr().err
-    assert main([str(TINY), str(run_dir), "--judge", "human", *SHORT]) == 2
+    assert evaluate(TINY, run_dir, "--judge", "human") == 2
     assert "held out no prompts: pass --prompts FILE" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_reward_model_judges(run_dir, tokenizer, tmp_path):
     model = save_reward_model(tmp_path / "reward", "llama", tokenizer)
-    assert main([str(run_dir), "--judge", f"reward_model:{model}", *SHORT]) == 0
+    assert evaluate(run_dir, "--judge", f"reward_model:{model}") == 0
     result = read_result("reward_model")
     assert sum(result[name] for name in ("wins", "ties", "losses")) == result["n"]
 
@@ -187,7 +192,7 @@ def test_a_real_server_judges(run_dir, tmp_path):
                 time.sleep(1)
         url = f"http://127.0.0.1:{port}/v1"
         arguments = ["--judge", url, "--judge-model", str(model), "--template", "paper_dialogue", "--limit", "5"]
-        assert main([str(run_dir), *arguments, *SHORT]) == 0
+        assert evaluate(run_dir, *arguments) == 0
     finally:
         server.terminate()
         server.wait()
@@ -243,5 +248,5 @@ def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, pri
     asked = write_rows(tmp_path / "three.jsonl", [{"prompt": f"Where is {i}?"} for i in range(3)])
     for name in ("a", "b"):
         shutil.copytree(TINY, tmp_path / name / "hf")
-    assert main(["a/hf", "b/hf", "--judge", "function:mine.py:score", "--prompts", str(asked), *SHORT]) == 0
+    assert evaluate("a/hf", "b/hf", "--judge", "function:mine.py:score", "--prompts", asked) == 0
     assert "a/hf wins 0, ties 3 and loses 0 of 3 prompts against b/hf" in printed()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.pytests import refused
+from support.runs import append_text
 
 from dpo.judging import server as server_module
 from dpo.judging.server import KEY_VARIABLES, Server
@@ -102,8 +103,7 @@ def test_replies_come_in_order_and_failures_are_tried_again_or_returned(stub, tm
 
 def test_an_interrupted_evaluation_asks_only_what_is_missing(stub, tmp_path):
     connect(stub, tmp_path).ask_all(["a", "b"])
-    with (tmp_path / "replies.jsonl").open("a") as file:
-        file.write('{"key": "cut o')
+    append_text(tmp_path / "replies.jsonl", '{"key": "cut o')
     assert connect(stub, tmp_path).ask_all(["a", "b", "c"]) == ["re: a", "re: b", "re: c"]
     assert [call[0] for call in stub.calls] == ["a", "b", "c"]
     assert connect(stub, tmp_path, model="other").ask_all(["a"]) == ["re: a"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from support.pytests import refused
-from support.runs import GOLDEN, TINY
+from support.runs import GOLDEN, TINY, append_text
 
 from dpo.models.paths import find_model
 
@@ -38,7 +38,6 @@ def test_a_given_base_is_used_instead_of_one_that_is_unknown_or_has_moved(tmp_pa
 def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):
     """It would put this machine's environment into a model card."""
     run = run_with(str(TINY), tmp_path / "run")
-    with (run / "config.yaml").open("a") as file:
-        file.write("\nexp_name: ${oc.env:HOME}\n")
+    append_text(run / "config.yaml", "\nexp_name: ${oc.env:HOME}\n")
     with refused(r"'\$\{oc\.env:HOME\}' is an interpolation, not a value"):
         find_model(run)

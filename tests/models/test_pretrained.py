@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import build, list_examples
+from support.models import build, list_examples, move_weights
 from support.pytests import refused
 from support.runs import TINY, Bomb, change_json
 
@@ -148,9 +148,7 @@ def save_with_an_archive(family: str, folder: Path) -> str:
     model = build(family)
     model.generation_config.top_p, model.generation_config.do_sample = 0.9, True
     model.save_pretrained(folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    move_weights(model, 0.1)
     torch.save({"step_idx": 8, "state": model.state_dict(), "metrics": None}, folder / "policy.pt")
     return str(folder)
 

@@ -1,6 +1,5 @@
 """A reward model: its rewards are those of transformers, and its updates those of TRL."""
 
-import json
 from pathlib import Path
 
 import peft
@@ -15,6 +14,7 @@ from support.trainers import compose, make
 from dpo.analysis.ledger import read_ledger
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, encode_examples, text_digest
+from dpo.data.loading import load_splits
 from dpo.data.schema import Prompt
 from dpo.models.answers import Answer
 from dpo.models.export import export
@@ -109,15 +109,15 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
     ledger = [row for row in read_ledger(run_dir).to_pylist() if row["split"] == "eval" and row["update"] == 6]
     rewards = {row["example"]: row for row in ledger}
     prompts, answers, found = [], [], []
-    for line in (rows / "hh" / "test.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        prompt, mark, _ = row["chosen"].rpartition("\n\nAssistant:")
-        texts = {side: row[side].removeprefix(prompt + mark) for side in ("chosen", "rejected")}
-        scored = rewards.get(text_digest(prompt + mark, texts))
-        for side, text in texts.items() if scored else ():
-            prompts.append(Prompt(prompt + mark, [], []))
-            answers.append(Answer(text, (), True))
-            found.append(scored[f"policy_{side}"])
+    [held_out] = load_splits("hh", None, {"hh": str(rows / "hh")}, splits=["test"])
+    for prompt in held_out.values():
+        for pair in prompt.examples:
+            texts = {side: prompt.responses[i] for side, i in pair.items()}
+            scored = rewards.get(text_digest(prompt.text, texts))
+            for side, text in texts.items() if scored else ():
+                prompts.append(prompt)
+                answers.append(Answer(text, (), True))
+                found.append(scored[f"policy_{side}"])
     assert len(found) == 8
     return prompts, answers, found
 

@@ -9,8 +9,14 @@ from dpo.data.examples import text_digest
 from dpo.errors import RunError
 
 ONLINE = (
-    *("online=online", "online.scorer=keyword", "online.keyword=e", "online.n_samples=3", "online.max_new_tokens=8"),
-    *("batch_size=4", "lr=1e-2", "ledger=true"),
+    "online=online",
+    "online.scorer=keyword",
+    "online.keyword=e",
+    "online.n_samples=3",
+    "online.max_new_tokens=8",
+    "batch_size=4",
+    "lr=1e-2",
+    "ledger=true",
 )
 MIXED = (*ONLINE, "online.mix_offline=0.25", "n_eval_model_samples=2")
 

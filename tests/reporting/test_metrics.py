@@ -95,9 +95,22 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
     assert rows == [{"examples": 32, **s._asdict()} for s in samples]
     assert (tmp_path / "samples.txt").read_text().splitlines() == [
         f"{'=' * 30} after 32 examples {'=' * 30}",
-        *("Human: Où?", "", "Assistant:", "--- policy ---", "Là,", "sur la table.", "--- reference ---", "Non.", ""),
+        "Human: Où?",
+        "",
+        "Assistant:",
+        "--- policy ---",
+        "Là,",
+        "sur la table.",
+        "--- reference ---",
+        "Non.",
+        "",
         f"{'=' * 30} after 32 examples {'=' * 30}",
-        *("Human: Hi", "", "Assistant:", "--- policy ---", "Hello.", ""),
+        "Human: Hi",
+        "",
+        "Assistant:",
+        "--- policy ---",
+        "Hello.",
+        "",
     ]
 
 

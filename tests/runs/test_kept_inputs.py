@@ -5,7 +5,7 @@ import shutil
 from safetensors.torch import load_file, save_file
 from support.formats import user
 from support.pytests import refused
-from support.runs import TINY, change_manifest, read_json, write_rows
+from support.runs import TINY, append_text, change_manifest, read_json, write_rows
 
 from dpo.checkpoint.files import MANIFEST
 from dpo.commands.export import main as export
@@ -34,8 +34,7 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
 def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tmp_path, capsys):
     run_dir, secret = copied("theirs", "n_examples=8"), tmp_path / "token"
     secret.write_text("hf_secret")
-    with (run_dir / "config.yaml").open("a") as file:
-        file.write(f"\nchat_template: {secret}\n")
+    append_text(run_dir / "config.yaml", f"\nchat_template: {secret}\n")
     kept = export([str(run_dir), str(tmp_path / "kept")])
     (run_dir / "LATEST" / MANIFEST).unlink()
     refused = export([str(run_dir), str(tmp_path / "refused")])

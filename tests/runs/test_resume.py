@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.pytests import refused, slow
-from support.runs import TINY, change_json, find_differences, flip_a_bit, read_metrics, write_rows
+from support.runs import TINY, append_text, change_json, find_differences, flip_a_bit, read_metrics, write_rows
 
 from dpo.checkpoint.files import find_checkpoints
 from dpo.errors import InputError
@@ -159,7 +159,7 @@ def test_what_cannot_be_continued_is_refused_and_nothing_is_thrown_away(place, r
 # --- what must not change ------------------------------------------------------------------------------------------
 
 
-def test_changes_that_would_make_it_another_run_are_named(run, copied):
+def test_settings_that_a_run_keeps_for_life_cannot_change_when_it_continues(run, copied):
     copied("run", "n_examples=8")
     with pytest.raises(InputError) as refused:
         run("run", "resume=auto", "lr=1e-4", "loss.beta=0.5", "batch_size=8", "datasets=[hh,more]", "eval_every=16")
@@ -212,8 +212,8 @@ def test_changed_data_is_noticed(split, run, rows, run_dir, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
     run("run", "n_examples=12", "resume=auto")  # the same texts in another place
-    with (own / f"{split}.jsonl").open("a") as file:
-        file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
+    new = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
+    append_text(own / f"{split}.jsonl", json.dumps(new))
     records = [run_dir / name for name in ("config.yaml", "preflight.json")]
     before = [record.read_text() for record in records]
     changed = {"train": "training", "test": "test"}[split]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.browser import opening_browser
-from support.runs import make_environment, read_rows
+from support.runs import append_text, make_environment, read_rows
 from support.warm import Python
 
 from dpo.analysis import curves
@@ -64,8 +64,8 @@ def test_runs_are_served_with_all_news_until_ctrl_c(served, tmp_path):
     status, text = get(port, "/")
     assert (status, "2 runs compared" in text) == (200, True)
     assert '<a href="/0">first</a>' in text
-    with (tmp_path / "runs" / "second" / "metrics.jsonl").open("a") as file:
-        file.write('{"split": "train", "examples": 4000, "updates": 1000}\n')
+    line = '{"split": "train", "examples": 4000, "updates": 1000}\n'
+    append_text(tmp_path / "runs" / "second" / "metrics.jsonl", line)
     assert "1,000 of" in get(port, "/1")[1]
     with socket.create_connection(("127.0.0.1", port)) as impatient:
         impatient.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())

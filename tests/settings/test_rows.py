@@ -60,8 +60,16 @@ def test_values_and_classes_are_kept_as_they_are(tmp_path):
 def test_values_that_json_lacks_are_written_as_text(tmp_path):
     day = datetime(2026, 1, 2)
     odd = {
-        **{"day": day, "stamp": pd.Timestamp(day), "price": Decimal("1.50"), "path": Path("/a"), "bytes": b"a"},
-        **{"ids": {2, 1}, "count": np.int64(3), "vector": np.array([1.5]), "lost": pd.NaT, "nested": [{"day": day}]},
+        "day": day,
+        "stamp": pd.Timestamp(day),
+        "price": Decimal("1.50"),
+        "path": Path("/a"),
+        "bytes": b"a",
+        "ids": {2, 1},
+        "count": np.int64(3),
+        "vector": np.array([1.5]),
+        "lost": pd.NaT,
+        "nested": [{"day": day}],
     }
     [row] = load_rows(Source(store(tmp_path, datasets=[odd])["dataset_sources"]["rows"]), "train")
     said = str(day)
@@ -97,7 +105,11 @@ def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, run_dir,
         "loss": {"name": "sft"},
         "model": {"name_or_path": str(TINY)},
         "wandb": {"enabled": False},
-        **{"batch_size": 4, "max_length": 64, "max_prompt_length": 32, "sample_during_eval": False, "export": False},
+        "batch_size": 4,
+        "max_length": 64,
+        "max_prompt_length": 32,
+        "sample_during_eval": False,
+        "export": False,
     }
     for n_examples in (4, 8):
         change = {"n_examples": n_examples, "resume": "auto"}

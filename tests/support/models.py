@@ -51,6 +51,13 @@ FAMILIES = {
 }
 
 
+def move_weights(model: torch.nn.Module, by: float) -> None:
+    """Add random numbers to all weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=by)
+
+
 def build(
     family: str | Callable[[], Any],
     *,
@@ -67,9 +74,7 @@ def build(
     with torch.device("meta" if on_meta else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     disable_dropout(model)
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms begin as zeros and ones, which hides mistakes
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    move_weights(model, 0.05)  # biases and norms begin as zeros and ones, which hides mistakes
     return model.train()
 
 
@@ -152,9 +157,7 @@ def save_reward_model(
     config.update({"vocab_size": len(tokenizer), "num_labels": 1, **settings})
     torch.manual_seed(0)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    move_weights(model, 0.1)
     model.save_pretrained(folder)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template

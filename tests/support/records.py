@@ -13,13 +13,24 @@ from dpo.settings.plan import Plan, make_plan
 from support.runs import write_rows
 
 CONFIG = {
-    **{"exp_name": "made", "datasets": ["hh"], "batch_size": 4, "lr": 1e-6, "max_grad_norm": 10.0},
-    **{"n_eval_examples": 256, "warmup_steps": 0, "loss": {"name": "dpo", "beta": 0.1}},
+    "exp_name": "made",
+    "datasets": ["hh"],
+    "batch_size": 4,
+    "lr": 1e-6,
+    "max_grad_norm": 10.0,
+    "n_eval_examples": 256,
+    "warmup_steps": 0,
+    "loss": {"name": "dpo", "beta": 0.1},
     "model": {"name_or_path": "tiny"},
 }
 ENV = {
-    **{"python": "3.11.7", "packages": {"torch": "2.13.0", "transformers": "5.23.0"}, "gpus": [], "cpus": 2},
-    **{"processes": 1, "started": "2026-11-22T07:00:00+00:00", "git_commit": "0123456789abcdef"},
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "gpus": [],
+    "cpus": 2,
+    "processes": 1,
+    "started": "2026-11-22T07:00:00+00:00",
+    "git_commit": "0123456789abcdef",
 }
 TOKENS = {"mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
 PREFLIGHT = {

@@ -127,6 +127,11 @@ def read_rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def append_text(file: Path, text: str) -> None:
+    with file.open("a") as end:
+        end.write(text)
+
+
 class Bomb:
     """Unpickled, it leaves a file behind."""
 

@@ -19,11 +19,25 @@ def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
     if not any(override.startswith("loss=") for override in overrides):
         overrides = ("loss=dpo", "loss.beta=0.1", *overrides)
     return runs.compose(
-        *("exp_name=test", f"local_run_dir={folder / run}", f"local_dirs=[{folder}]"),
-        *(f"model.name_or_path={TINY}", "model.reference_dtype=float32", "datasets=[hh]"),
-        *(f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80", "eval_batch_size=4"),
-        *("n_eval_examples=4", "n_examples=16", "sample_during_eval=false", "wandb.enabled=false", "optimizer=SGD"),
-        *("warmup_steps=0", "lr=1.0", "max_grad_norm=1.0", *overrides),
+        "exp_name=test",
+        f"local_run_dir={folder / run}",
+        f"local_dirs=[{folder}]",
+        f"model.name_or_path={TINY}",
+        "model.reference_dtype=float32",
+        "datasets=[hh]",
+        f"dataset_sources.hh={GOLDEN / 'words'}",
+        "max_length=160",
+        "max_prompt_length=80",
+        "eval_batch_size=4",
+        "n_eval_examples=4",
+        "n_examples=16",
+        "sample_during_eval=false",
+        "wandb.enabled=false",
+        "optimizer=SGD",
+        "warmup_steps=0",
+        "lr=1.0",
+        "max_grad_norm=1.0",
+        *overrides,
     )
 
 

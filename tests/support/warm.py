@@ -28,8 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("train", "trainers", "dpo.checkpoint.resume", "dpo.training.memory", "dpo.models.answers"),
-        *("datasets", "transformers.models.llama", "hydra", "pytest", "torch.distributed.fsdp", "peft"),
+        "train",
+        "trainers",
+        "dpo.checkpoint.resume",
+        "dpo.training.memory",
+        "dpo.models.answers",
+        "datasets",
+        "transformers.models.llama",
+        "hydra",
+        "pytest",
+        "torch.distributed.fsdp",
+        "peft",
     ]
 )
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,12 +51,11 @@ def add_up(rank, world_size, folder):
     (folder / f"rank{rank}").write_text(f"{total.item():g} of {world_size}")
 
 
-def fail_on_rank_1(rank, world_size, folder, how):
+def fail_on_rank_1(rank, world_size, folder, fail):
     note_pid(folder, rank)
     dist.barrier()
     if rank == 1:
-        kill, leave = partial(signal.raise_signal, signal.SIGKILL), partial(os._exit, 0)
-        {"raise": divide_by_zero, "bad input": refuse, "kill": kill, "leave": leave, "hang": hang}[how]()
+        fail()
     dist.barrier()  # where rank 0 waits for it
 
 
@@ -67,6 +65,14 @@ def divide_by_zero():
 
 def refuse():
     raise InputError("beta=-1 must be above 0")
+
+
+def kill():
+    signal.raise_signal(signal.SIGKILL)
+
+
+def leave():
+    os._exit(0)
 
 
 def hang():
@@ -126,17 +132,17 @@ def test_the_rank_that_a_launcher_assigns(environ, rank_env, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "message"),
+    ("fail", "error", "message"),
     [
-        ("raise", RunError, r"(?s)^rank 1 failed:.*in divide_by_zero.*ZeroDivisionError"),
-        ("bad input", InputError, r"^beta=-1 must be above 0$"),
-        ("kill", RunError, "^rank 1 was killed by SIGKILL"),
-        ("leave", RunError, "^rank 1 exited with status 0 before it was done"),
+        (divide_by_zero, RunError, r"(?s)^rank 1 failed:.*in divide_by_zero.*ZeroDivisionError"),
+        (refuse, InputError, r"^beta=-1 must be above 0$"),
+        (kill, RunError, "^rank 1 was killed by SIGKILL"),
+        (leave, RunError, "^rank 1 exited with status 0 before it was done"),
     ],
 )
-def test_a_worker_that_fails_ends_all_and_is_named(how, error, message, tmp_path):
+def test_a_worker_that_fails_ends_all_and_is_named(fail, error, message, tmp_path):
     with pytest.raises(error, match=message):
-        warm.launch(fail_on_rank_1, 2, tmp_path, how, process_group=True)
+        warm.launch(fail_on_rank_1, 2, tmp_path, fail, process_group=True)
     assert_all_gone(tmp_path)
 
 
@@ -145,7 +151,7 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     start = time.monotonic()
     options = {"timeout_secs": 4, "constants": {"PATIENCE": PATIENCE | {LOST_CONTACT: 10}}}
     with pytest.raises(RunError, match="rank 1 did not answer within collective_timeout_secs=4") as error:
-        warm.launch(fail_on_rank_1, 2, tmp_path, "hang", process_group=True, **options)
+        warm.launch(fail_on_rank_1, 2, tmp_path, hang, process_group=True, **options)
     assert time.monotonic() - start < 60
     assert "rank 0 lost contact" in str(error.value)
     assert "because rank 1 failed, was killed, or did not answer in time" in str(error.value)
@@ -162,7 +168,7 @@ def test_a_worker_that_hangs_after_the_others_have_finished_is_not_waited_for(tm
 
 
 def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
-    parent = warm.Python(*("-c", FAILING_RANK, str(tmp_path), "hang"), environment=make_environment(PYTHONPATH=TESTS))
+    parent = warm.Python("-c", FAILING_RANK, str(tmp_path), "hang", environment=make_environment(PYTHONPATH=TESTS))
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("pid*"))) < 2:
         assert time.monotonic() < deadline
@@ -173,20 +179,22 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
 
 FAILING_RANK = """
 import pathlib, sys
-from dpo.system.host import python_command
-from dpo.system.launching import launch
-from test_launching import fail_on_rank_1
-launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=True, timeout_secs=5)
+import test_launching as tests
+fail = getattr(tests, sys.argv[2])
+tests.launch(tests.fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), fail, process_group=True, timeout_secs=5)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_of_another_machine_that_fails_is_named(how, tmp_path):
+@pytest.mark.parametrize("fail", ["divide_by_zero", "kill"])
+def test_a_rank_of_another_machine_that_fails_is_named(fail, tmp_path):
     meet = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port())}
     started = [
         warm.Python(
-            *("-c", FAILING_RANK, str(tmp_path), how),
+            "-c",
+            FAILING_RANK,
+            str(tmp_path),
+            fail,
             environment=make_environment(PYTHONPATH=TESTS, RANK=str(rank), **meet),
         )
         for rank in range(2)
@@ -224,7 +232,7 @@ def test_a_port_that_is_taken_is_one_sentence_at_once(tmp_path, monkeypatch):
         environment = make_environment(
             PYTHONPATH=TESTS, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
-        rank_0 = warm.run("-c", FAILING_RANK, str(tmp_path), "raise", timeout=60, environment=environment)
+        rank_0 = warm.run("-c", FAILING_RANK, str(tmp_path), "leave", timeout=60, environment=environment)
     said = rf"error: MASTER_PORT={port} cannot be used: .*in use.*; choose another port\n"
     assert re.fullmatch(said, rank_0.stderr)
     assert rank_0.returncode == BAD_INPUT

@@ -8,10 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.commands import compose
 from support.pytests import succeeded
 from support.runs import ROOT, make_environment, run_python
 
 import dpo
+from dpo.settings.plan import resolve
 from dpo.settings.validation import find_plan_warnings, find_problems
 from dpo.system.host import is_installed
 
@@ -75,26 +77,18 @@ def test_a_plain_install_trains_the_demo_from_an_empty_directory(wheel, tmp_path
     trained = succeeded(run("train", *TRAIN.split()))
     assert trained.stdout.count("wandb") == 1
     assert "warning: W&B gets nothing, as wandb is not installed" in trained.stdout
-    for command in (
-        ["train", *TRAIN.split(), "resume=auto", "n_examples=16"],
-        ["verify", "run"],
-        ["export", "run", "out"],
-    ):
-        assert run(*command).returncode == 0
-    asked = ["evaluate", "run", "--judge", "human", "--max-new-tokens", "4", "--limit", "2"]
-    assert run(*asked).returncode == 0
+    succeeded(run("train", *TRAIN.split(), "resume=auto", "n_examples=16"))
+    for command in ("verify run", "export run out", "evaluate run --judge human --max-new-tokens 4 --limit 2"):
+        succeeded(run(*command.split()))
     refused = run("report", "run")
     assert (refused.returncode, "pip install matplotlib" in refused.stderr) == (2, True)
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch):
-    from support.commands import compose
-
-    from dpo.settings.plan import resolve
-
     monkeypatch.setattr("dpo.settings.validation.is_installed", lambda name: False)
-    overrides = "loss=sft lora=qlora report=true tensorboard.enabled=true datasets=[se] exp_name=x model=demo"
-    plan = resolve(compose(overrides))
+    plan = resolve(
+        compose("lora=qlora report=true tensorboard.enabled=true datasets=[se] loss=sft exp_name=x model=demo")
+    )
     missing = [problem.sentence for problem in find_problems(plan)]
     for package in ("bitsandbytes", "matplotlib", "tensorboard", "beautifulsoup4"):
         assert any(f"needs {package}: pip install {package}" in text for text in missing)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import read_json
+from support.runs import append_text, read_json
 from support.warm import launch
 
 from dpo.checkpoint import files, saver
@@ -96,8 +96,7 @@ def test_a_save_may_take_longer_than_a_collective(tmp_path):
 
 def share_a_word(rank: int, world_size: int, folder: Path) -> None:
     def make() -> str:
-        with (folder / "makers").open("a") as file:
-            file.write(f"{rank} ")
+        append_text(folder / "makers", f"{rank} ")
         return f"{rank}'s"
 
     got = [once_per_machine(make)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import trainers
-from support.models import load_tiny, plain_logps
+from support.models import load_tiny, move_weights, plain_logps
 from support.pytests import sampled
 from support.runs import compose, read_json, small_run, write_rows
 from support.warm import launch
@@ -133,8 +133,7 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
     trainer = trainers.make(trainers.compose(tmp_path, "kto", *settings, "loss.undesirable_weight=0.5"))
     torch.manual_seed(0)
     policy, reference = trainer.policy, trainer.reference_model
-    for parameter in reference.parameters():
-        parameter.data += 0.03 * torch.randn_like(parameter)
+    move_weights(reference, 0.03)
     batch = trainers.next_batch(trainer)
 
     def log_ratios(examples: list[Example]) -> torch.Tensor:
