@@ -17,7 +17,6 @@ from support.pytests import refused, slow
 from support.runs import ROOT, read_json, read_rows
 
 from dpo.errors import WarningLine
-from dpo.redaction import redact
 from dpo.system.host import harden_stdio
 from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_run_facts
 
