@@ -37,7 +37,8 @@ def iterate_levels(model: Any, task: Task, prompts: Any, *, depth: int) -> Itera
     """
     from transformers import DynamicCache
 
-    cache, tokens = DynamicCache(config=model.config), prompts
+    cache = DynamicCache(config=model.config)
+    tokens = prompts
     for _ in range(depth + 1):
         yield model(tokens, past_key_values=cache, use_cache=True)
         tokens = torch.arange(task.symbols).repeat(len(tokens))[:, None]
@@ -49,14 +50,17 @@ def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
     text_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # all texts of t symbols: (prompts, n**t)
     for output in iterate_levels(model, task, prompts, depth=task.response_length - 1):
         logits = output.logits[:, -1].unflatten(0, text_logps.shape)  # (prompts, n**t, symbols)
-        text_logps = (text_logps[..., None] + logits.double().log_softmax(-1)).flatten(1)
+        token_logps = logits.double().log_softmax(-1)
+        text_logps = (text_logps[..., None] + token_logps).flatten(1)
     return text_logps
 
 
 def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
     """Compute values of all leaves, (prompts, leaves), AT_ONCE prompts at a time."""
+    parts = []
     with torch.no_grad():
-        parts = [compute(part).double() for part in torch.from_numpy(prompts).split(AT_ONCE)]
+        for part in torch.from_numpy(prompts).split(AT_ONCE):
+            parts.append(compute(part).double())
     return torch.cat(parts).numpy()
 
 
@@ -70,9 +74,11 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
     texts = prompts
     with torch.no_grad():
         for _ in range(task.response_length):
-            logits = model(torch.from_numpy(texts)).logits[:, -1].double().numpy()
-            tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
-            texts = np.concatenate([texts, tokens[:, None]], axis=1)
+            output = model(torch.from_numpy(texts))
+            logits = output.logits[:, -1].double().numpy()
+            noise = rng.gumbel(size=logits.shape)
+            tokens = (logits + noise).argmax(-1)  # drawn from the softmax of the logits
+            texts = np.column_stack([texts, tokens])
     return texts[:, task.prompt_length :]
 
 
@@ -96,7 +102,8 @@ def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarr
     """
     logits = reference + rewards / beta
     logits = logits - logits.max(-1, keepdims=True)  # so that exp does not overflow
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    normalizers = np.exp(logits).sum(-1, keepdims=True)
+    return logits - np.log(normalizers)
 
 
 class Limit:
@@ -106,7 +113,8 @@ class Limit:
     """
 
     def __init__(self, reference: np.ndarray, rewards: np.ndarray) -> None:
-        self.reference, self.rewards = reference, rewards  # log-probabilities and rewards
+        self.reference = reference  # log-probabilities
+        self.rewards = rewards
 
     @cached_property
     def optima(self) -> list[Point]:
@@ -114,7 +122,8 @@ class Limit:
         return [self.find_optimum(beta) for beta in OPTIMAL_BETAS]
 
     def find_optimum(self, beta: float) -> Point:
-        return make_point(optimum(beta, self.reference, self.rewards), self.reference, self.rewards)
+        logps = optimum(beta, self.reference, self.rewards)
+        return make_point(logps, self.reference, self.rewards)
 
     def most_reward(self, kl: float) -> float:
         """Highest expected reward of any policy with this mean KL.
@@ -123,19 +132,27 @@ class Limit:
         beta through the point of pi*. This bound is tight if pi* has about this KL, as the line then touches the
         frontier close by.
         """
-        kls = np.array([point.kl for point in self.optima])  # they rise as beta falls
         if kl <= 0:
-            return float((np.exp(self.reference) * self.rewards).sum(-1).mean())
+            return make_point(self.reference, self.reference, self.rewards).reward
+        kls = np.array([point.kl for point in self.optima])  # they rise as beta falls
         if kl < kls[0]:
             beta = OPTIMAL_BETAS[0] * np.sqrt(kls[0] / kl)  # where beta is large, KL is variance / (2 beta^2)
         else:
-            beta = np.exp(np.interp(np.log(kl), np.log(kls), np.log(OPTIMAL_BETAS)))
+            log_kls = np.log(kls)
+            log_beta = np.interp(np.log(kl), log_kls, np.log(OPTIMAL_BETAS))
+            beta = np.exp(log_beta)
         point = self.find_optimum(float(beta))
+        bound = point.reward + beta * (kl - point.kl)
         # at a very high KL the mean reward of the best responses is the tighter bound
-        return min(point.reward + beta * (kl - point.kl), float(self.rewards.max(-1).mean()))
+        best = float(self.rewards.max(-1).mean())
+        return min(bound, best)
 
     def measure(self, logps: np.ndarray, *, optimal: bool = False) -> dict[str, float]:
         """Measure a policy for its row; `optimal`: the policy is pi*."""
-        point = make_point(logps, self.reference, self.rewards)
-        # the last is that of any policy with this KL
-        return {**point._asdict(), "most_reward": point.reward if optimal else self.most_reward(point.kl)}
+        reward, kl = make_point(logps, self.reference, self.rewards)
+        most_reward = reward if optimal else self.most_reward(kl)  # of any policy with this KL
+        return {
+            "reward": reward,
+            "kl": kl,
+            "most_reward": most_reward,
+        }

@@ -34,16 +34,20 @@ class RewardModel(torch.nn.Module):
 
     def __init__(self, reference: Any, *, per_token: bool) -> None:
         super().__init__()
-        self.trunk, self.per_token = copy.deepcopy(reference.model), per_token
+        self.trunk = copy.deepcopy(reference.model)
+        self.per_token = per_token
         self.head = torch.nn.Linear(reference.config.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
         """Score responses, (rows,)."""
-        token_ids = torch.from_numpy(np.concatenate([prompts, responses], axis=1))
+        n = responses.shape[1]
+        token_ids = _join(prompts, responses)
         hidden = self.trunk(token_ids, use_cache=False).last_hidden_state
-        scores = self.head(hidden[:, -responses.shape[1] :]).squeeze(-1)  # (rows, response_length)
-        return scores.sum(-1) if self.per_token else scores[:, -1]
+        scores = self.head(hidden[:, -n:]).squeeze(-1)  # (rows, response_length)
+        if self.per_token:
+            return scores.sum(-1)
+        return scores[:, -1]
 
     def compute_scores(self, task: Task, prompts: Any) -> Any:
         """Score every response to every prompt, a tensor (prompts, leaves)."""
@@ -51,27 +55,39 @@ class RewardModel(torch.nn.Module):
         levels = exact.iterate_levels(self.trunk, task, prompts, depth=task.response_length)
         next(levels)  # the prompts alone have no score
         for output in levels:
-            last_scores = self.head(output.last_hidden_state[:, -1]).view(len(prompts), -1)
-            scores = scores.repeat_interleave(task.symbols, 1) + last_scores if self.per_token else last_scores
+            last_hidden = output.last_hidden_state[:, -1]
+            last_scores = self.head(last_hidden)
+            last_scores = last_scores.view(len(prompts), -1)
+            if self.per_token:
+                # each text's score is also part of the scores of the texts that continue it
+                earlier_scores = scores.repeat_interleave(task.symbols, 1)
+                last_scores = earlier_scores + last_scores
+            scores = last_scores
         return scores
 
 
 def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> Any:
-    """Train a copy of the reference, or a reward model."""
+    """Train a copy of the reference, or a reward model.
+
+    The rate falls by a cosine to 0 at the last of the `updates`.
+    """
     if run.method in REWARD_MODELS:
         torch.manual_seed(run.seed)
-        model: Any = RewardModel(reference, per_token=run.method == "rm_tokens").train()
+        model: Any = RewardModel(reference, per_token=run.method == "rm_tokens")
     else:
-        model = copy.deepcopy(reference).train()
+        model = copy.deepcopy(reference)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr)
-    training = resolve({"schedule": "cosine", "warmup_steps": WARMUP}).training
-    schedule = Schedule(training, optimizer, updates=updates, data_size=1)
-    batches = _draw_batches(pairs, run.batch, np.random.default_rng([task.seed, 8, run.seed]))
+    plan = resolve({"schedule": "cosine", "warmup_steps": WARMUP})
+    schedule = Schedule(plan.training, optimizer, updates=updates, data_size=1)
+    rng = np.random.default_rng([task.seed, 8, run.seed])
+    batches = _draw_batches(pairs, run.batch, rng)
+    beta = run.beta or 0.0
     for batch in itertools.islice(batches, updates):
         if run.method == "unlikelihood":
-            loss = compute_unlikelihood(model, batch, run.beta or 0.0)
+            loss = compute_unlikelihood(model, batch, beta)
         elif run.method == "exact_rl":
-            loss = -compute_objective(model, reference, task, batch.prompts, run.beta or 0.0)
+            loss = -compute_objective(model, reference, task, batch.prompts, beta)
         else:  # a reward model, by Bradley and Terry
             chosen = model(batch.prompts, batch.chosen)
             rejected = model(batch.prompts, batch.rejected)
@@ -87,9 +103,14 @@ def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> A
 def _draw_batches(pairs: Pairs, size: int, rng: np.random.Generator) -> Iterator[Pairs]:
     """Yield batches of whole passes, each in a new order."""
     while True:
-        rows = rng.permutation(len(pairs.prompts))
-        for start in range(0, len(rows) - size + 1, size):
-            yield Pairs(*(part[rows[start : start + size]] for part in pairs))
+        order = rng.permutation(len(pairs.prompts))
+        for start in range(0, len(order) - size + 1, size):
+            rows = order[start : start + size]
+            yield Pairs(
+                pairs.prompts[rows],
+                pairs.chosen[rows],
+                pairs.rejected[rows],
+            )
 
 
 def compute_unlikelihood(policy: Any, batch: Pairs, alpha: float) -> torch.Tensor:
@@ -98,23 +119,34 @@ def compute_unlikelihood(policy: Any, batch: Pairs, alpha: float) -> torch.Tenso
     It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
     """
     chosen = _token_logps(policy, batch.prompts, batch.chosen).sum(-1)
-    rejected = _token_logps(policy, batch.prompts, batch.rejected).clamp(max=-1e-6)  # 1 - pi is above 0
+    rejected = _token_logps(policy, batch.prompts, batch.rejected)
+    rejected = rejected.clamp(max=-1e-6)  # so that 1 - pi is above 0
     penalty = torch.log(-torch.expm1(rejected)).sum(-1)  # sum of log(1 - pi)
-    return -(chosen + alpha * penalty).mean()
+    objective = chosen + alpha * penalty
+    return -objective.mean()
+
+
+def _join(prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
+    """Join prompts and responses to token ids, (rows, prompt_length + response_length)."""
+    return torch.from_numpy(np.concatenate([prompts, responses], axis=1))
 
 
 def _token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
     """Compute log pi of the tokens of responses, (rows, response_length)."""
-    token_ids = torch.from_numpy(np.concatenate([prompts, responses], axis=1))
     n = responses.shape[1]
-    logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]  # for the next token, (rows, n, vocabulary)
-    return logits.log_softmax(-1).gather(-1, token_ids[:, -n:, None]).squeeze(-1)
+    token_ids = _join(prompts, responses)
+    logits = model(token_ids, use_cache=False).logits
+    logits = logits[:, -n - 1 : -1]  # for the next token, (rows, n, vocabulary)
+    logps = logits.log_softmax(-1)
+    tokens = token_ids[:, -n:, None]
+    return logps.gather(-1, tokens).squeeze(-1)
 
 
 def compute_objective(policy: Any, reference: Any, task: Task, prompts: np.ndarray, beta: float) -> torch.Tensor:
     """Mean over prompts of E[r] - beta KL, which PPO estimates, with its exact gradient."""
-    rewards = task.reward(prompts[:, None], task.leaves[None])
-    reference_logps = exact.leaf_logps(reference, task, prompts)
+    rewards = torch.from_numpy(task.reward_leaves(prompts))
+    reference_logps = torch.from_numpy(exact.leaf_logps(reference, task, prompts))
     logps = exact.compute_logps(policy, task, torch.from_numpy(prompts))
-    values = torch.from_numpy(rewards) - beta * (logps - torch.from_numpy(reference_logps))
-    return (logps.exp() * values).sum(-1).mean()
+    log_ratios = logps - reference_logps
+    expected = logps.exp() * (rewards - beta * log_ratios)  # (prompts, leaves)
+    return expected.sum(-1).mean()

@@ -54,8 +54,10 @@ class Run(NamedTuple):
     def batch(self) -> int:
         """Pairs or prompts of an update."""
         method = METHODS[self.method]
-        # if they are fresh, as many updates as `passes` over the pairs make, each with fewer prompts
-        return max(1, method.pairs // self.passes) if method.fresh else method.pairs
+        if method.fresh:
+            # as many updates as `passes` over the pairs make, each with fewer prompts
+            return max(1, method.pairs // self.passes)
+        return method.pairs
 
 
 def list_runs(size: Size) -> list[Run]:
@@ -64,9 +66,11 @@ def list_runs(size: Size) -> list[Run]:
     for seed in size.seeds:
         for name, method in METHODS.items():
             for beta in method.betas:
-                # if the knob is the passes, its value multiplies them
-                passes = method.passes * int(beta or 1) if method.knob == "passes" else method.passes
-                wanted.append(Run(name, beta, seed, method.lr, min(passes, size.most_passes)))
+                passes = method.passes
+                if method.knob == "passes":
+                    passes *= int(beta or 1)  # the knob's value multiplies them
+                passes = min(passes, size.most_passes)
+                wanted.append(Run(name, beta, seed, method.lr, passes))
     return wanted
 
 
@@ -82,25 +86,42 @@ class Sweep:
     @cached_property
     def root(self) -> Path:
         """Directory of these settings; others have another one, so that no run is taken for one of theirs."""
-        settings = [dataclasses.asdict(self.task), self.size.pairs, self.size.sft_epochs, *self.overrides]
-        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-        return self.out / "frontier-runs" / f"{self.task.seed}-{digest}"
+        settings = [
+            dataclasses.asdict(self.task),
+            self.size.pairs,
+            self.size.sft_epochs,
+            *self.overrides,
+        ]
+        text = json.dumps(settings)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return self.out / "frontier-runs" / f"{self.task.seed}-{digest[:8]}"
 
     # --- the reference and the data -----------------------------------------------------------------------------------
 
     def train_reference(self) -> None:
         """Train all methods' reference by SFT on a demonstrator's texts."""
-        root, task = self.root, self.task
+        root = self.root
+        task = self.task
         rng = np.random.default_rng([task.seed, 5])
         import_all()
         files.write_model(root / "model", task)
 
-        def demonstrate(prompts: np.ndarray) -> Pairs:  # SFT trains on the chosen responses alone
-            return Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+        def demonstrate(prompts: np.ndarray) -> Pairs:
+            return Pairs(
+                prompts,
+                chosen=task.demonstrate(prompts, rng),
+                rejected=task.demonstrate(prompts, rng),  # on which SFT does not train
+            )
 
-        train, test = demonstrate(task.train_prompts), demonstrate(task.test_prompts[:EVALUATED])
+        train = demonstrate(task.train_prompts)
+        test = demonstrate(task.test_prompts[:EVALUATED])
         files.write_pairs(root / "data" / "sft", task, train, test)
-        overrides = (*self._list_common("sft"), *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides)
+        overrides = (
+            *self._list_common("sft"),
+            *SFT,
+            f"n_epochs={self.size.sft_epochs}",
+            *self.overrides,
+        )
 
         def keep_policy(job: Job) -> list[Row]:
             shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.pt")
@@ -110,16 +131,28 @@ class Sweep:
 
     def _list_common(self, data: str) -> tuple[str, ...]:
         """List the overrides common to all runs on the dataset `data`."""
-        root, task = self.root, self.task
-        length = task.prompt_length + task.response_length
+        prompt_length = self.task.prompt_length
         return (
-            f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true",
-            f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]",
-            f"max_length={length}", f"max_prompt_length={task.prompt_length}", "optimizer=AdamW", "schedule=cosine",
-            "do_first_eval=false", f"n_eval_examples={EVALUATED}", f"eval_batch_size={EVALUATED}",
-            "eval_every=1000000000", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0",
+            f"model.name_or_path={self.root / 'model'}",
+            "model.block_name=LlamaDecoderLayer",
+            "model.random_init=true",
+            f"datasets=[{data}]",
+            f"dataset_sources.{data}={self.root / 'data' / data}",
+            f"local_dirs=[{self.root}]",
+            f"max_length={prompt_length + self.task.response_length}",
+            f"max_prompt_length={prompt_length}",
+            "optimizer=AdamW",
+            "schedule=cosine",
+            "do_first_eval=false",
+            f"n_eval_examples={EVALUATED}",
+            f"eval_batch_size={EVALUATED}",
+            "eval_every=1000000000",
+            "sample_during_eval=false",
+            "export=false",
+            "wandb.enabled=false",
+            "num_workers=0",
             "layout=padded",  # without EOS there is no token to pad with, and rows of one length need none
-        )  # fmt: skip
+        )
 
     @cached_property
     def reference(self) -> Any:
@@ -130,35 +163,46 @@ class Sweep:
     def limit(self) -> exact.Limit:
         """The reference's log-probabilities, and the true rewards, of all responses to the held-out prompts."""
         prompts = self.task.test_prompts
-        rewards = self.task.reward(prompts[:, None], self.task.leaves[None])
-        return exact.Limit(exact.leaf_logps(self.reference, self.task, prompts), rewards)
+        logps = exact.leaf_logps(self.reference, self.task, prompts)
+        return exact.Limit(logps, self.task.reward_leaves(prompts))
 
     def write_preferences(self) -> None:
         """Write the datasets of labelled pairs that the runs of each seed train on."""
+        task = self.task
+        train_prompts = task.train_prompts[: self.size.pairs]
+        test_prompts = task.test_prompts[:EVALUATED]
         for seed in self.size.seeds:
-            rng = np.random.default_rng([self.task.seed, 6, seed])
-            write = partial(exact.draw, self.reference, self.task, rng=rng)
-            train = draw_pairs(self.task, self.task.train_prompts[: self.size.pairs], write, rng)
-            test = draw_pairs(self.task, self.task.test_prompts[:EVALUATED], write, rng)
-            files.write_pairs(self.root / "data" / f"pairs_{seed}", self.task, train, test)
+            rng = np.random.default_rng([task.seed, 6, seed])
+            write = partial(exact.draw, self.reference, task, rng=rng)
+            train = draw_pairs(task, train_prompts, write, rng)
+            test = draw_pairs(task, test_prompts, write, rng)
+            files.write_pairs(self.root / "data" / f"pairs_{seed}", task, train, test)
 
     # --- the runs -----------------------------------------------------------------------------------------------------
 
     def make_job(self, run: Run) -> Job:
         """Make a run's job, without overrides if `plain.py` trains it."""
-        method, directory = METHODS[run.method], self.root / "runs" / run.name
+        method = METHODS[run.method]
+        directory = self.root / "runs" / run.name
         if not method.overrides:
             return Job(directory)
-        scorer = files.write_scorer(self.root, self.task, run.seed)
-        values = {"beta": run.beta, "scorer": scorer, "longest": self.task.response_length}
-        overrides = [
+        values = {
+            "beta": run.beta,
+            "scorer": files.write_scorer(self.root, self.task, run.seed),
+            "longest": self.task.response_length,
+        }
+        overrides = (
             *self._list_common(f"pairs_{run.seed}"),
             *(text.format(**values) for text in method.overrides),
-            f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}",
-            f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={run.batch * method.examples_per_pair}",
+            f"seed={run.seed}",
+            f"lr={run.lr}",
+            f"model.archive={self.root / 'reference.pt'}",
+            f"n_epochs={1 if method.fresh else run.passes}",
+            f"batch_size={run.batch * method.examples_per_pair}",
             "warmup_steps=10",
-        ]  # fmt: skip
-        return Job(directory, (*overrides, *self.overrides))
+            *self.overrides,
+        )
+        return Job(directory, overrides)
 
     def finish(self, job: Job, run: Run) -> list[Row]:
         """Train by `plain.py` if train.py did not, measure, and make rows."""
@@ -172,9 +216,13 @@ class Sweep:
             updates = self.size.pairs // BATCH * run.passes
             model = plain.train(self.reference, task, pairs, run, updates)
         if run.method in REWARD_MODELS:
-            scores = exact.leaf_values(partial(model.compute_scores, task), task.test_prompts)
-            optima = {beta: exact.optimum(beta, self.limit.reference, scores) for beta in RM_BETAS}
-            return [self.make_row(run.method, logps, run, beta=beta) for beta, logps in optima.items()]
+            compute_scores = partial(model.compute_scores, task)
+            scores = exact.leaf_values(compute_scores, task.test_prompts)
+            rows = []
+            for beta in RM_BETAS:
+                logps = exact.optimum(beta, self.limit.reference, scores)
+                rows.append(self.make_row(run.method, logps, run, beta=beta))
+            return rows
         logps = exact.leaf_logps(model, task, task.test_prompts)
         return [self.make_row(run.method, logps, run, **_read_ties(job))]
 
@@ -190,25 +238,40 @@ class Sweep:
 
     def make_row(self, method: str, logps: np.ndarray, run: Run | None = None, **others: Any) -> Row:
         """Make the row of a policy; `run`, if any, trained the policy."""
-        row = {"task": self.task.seed, "method": method, "beta": None, "seed": None}
-        row |= self.limit.measure(logps, optimal=method == "pi_star")
+        row = {
+            "task": self.task.seed,
+            "method": method,
+            "beta": None,
+            "seed": None,
+            **self.limit.measure(logps, optimal=method == "pi_star"),
+        }
         if run is not None:
-            row |= {"beta": run.beta, "seed": run.seed, "lr": run.lr, "passes": run.passes}
+            row |= {
+                "beta": run.beta,
+                "seed": run.seed,
+                "lr": run.lr,
+                "passes": run.passes,
+            }
         return row | others
 
     def list_known(self) -> list[Row]:
         """List the rows of policies that are known without a run."""
-        reference, rewards = self.limit.reference, self.limit.rewards
-        betas = map(float, exact.OPTIMAL_BETAS)
-        return [
-            self.make_row("sft", reference),
-            *(self.make_row("pi_star", exact.optimum(beta, reference, rewards), beta=beta) for beta in betas),
-        ]
+        reference = self.limit.reference
+        rows = [self.make_row("sft", reference)]
+        for beta in exact.OPTIMAL_BETAS.tolist():
+            logps = exact.optimum(beta, reference, self.limit.rewards)
+            rows.append(self.make_row("pi_star", logps, beta=beta))
+        return rows
 
 
 def _read_ties(job: Job) -> dict[str, float]:
     """Read the share of an online run's prompts that gave no pair."""
     file = job.directory / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    ties = [metrics["online/ties"] for metrics in map(json.loads, lines) if "online/ties" in metrics]
+    if not file.exists():
+        return {}
+    ties = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        if "online/ties" in metrics:
+            ties.append(metrics["online/ties"])
     return {"ties": float(np.mean(ties))} if ties else {}

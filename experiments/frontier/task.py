@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 SYMBOLS = "abcdefgh"
-SYMBOL_REWARD, REPETITION_COST = 0.5, 0.6  # in the true reward
+SYMBOL_REWARD = 0.5  # for each symbol of a response, in the true reward
+REPETITION_COST = 0.6  # for each pair of equal symbols
 LOGIT_SCALE = 0.7  # for the demonstrator
 
 
@@ -41,8 +42,15 @@ class Task:
 
     @functools.cached_property
     def _prompts(self) -> np.ndarray:
-        prompts = np.array([*itertools.product(range(self.symbols), repeat=self.prompt_length)])
-        return np.random.default_rng([self.seed, 1]).permutation(prompts)
+        """All prompts, in random order."""
+        prompts = self._list_strings(self.prompt_length)
+        rng = np.random.default_rng([self.seed, 1])
+        return rng.permutation(prompts)
+
+    def _list_strings(self, length: int) -> np.ndarray:
+        """List all strings of this length, (strings, length)."""
+        strings = itertools.product(range(self.symbols), repeat=length)
+        return np.array(list(strings))
 
     @property
     def test_prompts(self) -> np.ndarray:
@@ -56,7 +64,7 @@ class Task:
     @functools.cached_property
     def leaves(self) -> np.ndarray:
         """All responses, (leaves, response_length)."""
-        return np.array([*itertools.product(range(self.symbols), repeat=self.response_length)])
+        return self._list_strings(self.response_length)
 
     # --- the true reward ----------------------------------------------------------------------------------------------
 
@@ -67,8 +75,12 @@ class Task:
         The last index is the symbol itself. The other indices are, in the first table, the prompt's first symbol; in
         the second, the symbol before; in the third, the two symbols before.
         """
-        rng, n = np.random.default_rng([self.seed, 2]), self.symbols
-        return rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(n, n, n))
+        n = self.symbols
+        rng = np.random.default_rng([self.seed, 2])
+        by_prompt = rng.normal(size=(n, n))
+        by_one_before = rng.normal(size=(n, n))
+        by_two_before = rng.normal(size=(n, n, n))
+        return by_prompt, by_one_before, by_two_before
 
     def _raw_reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
         """Compute the reward before it is normalized, with shapes as in `reward`."""
@@ -77,26 +89,30 @@ class Task:
         x = np.broadcast_to(prompts, (*shape, self.prompt_length))
         y = np.broadcast_to(responses, (*shape, self.response_length))
         # the first symbol of a response comes after the prompt's middle and last symbols
-        middle, last = x[..., self.prompt_length // 2, None], x[..., -1:]
+        middle = x[..., self.prompt_length // 2, None]
+        last = x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)
         two_before = np.concatenate((middle, one_before[..., :-1]), axis=-1)
-        symbol_rewards = (  # (..., response_length)
-            SYMBOL_REWARD
-            + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
-        )
-        n_occurrences = (y[..., None] == np.arange(self.symbols)).sum(-2)  # by symbol of the response
-        n_repetitions = (n_occurrences * (n_occurrences - 1) / 2).sum(-1)  # pairs of equal symbols
-        return symbol_rewards.sum(-1) - REPETITION_COST * n_repetitions
+        from_prompt = by_prompt[x[..., :1], y]  # (..., response_length)
+        from_one_before = by_one_before[one_before, y]
+        from_two_before = by_two_before[two_before, one_before, y] / 2
+        symbol_rewards = SYMBOL_REWARD + (from_prompt + from_one_before + from_two_before)
+        is_symbol = y[..., None] == np.arange(self.symbols)
+        n_occurrences = is_symbol.sum(-2)  # by symbol of the response
+        n_pairs = n_occurrences * (n_occurrences - 1) / 2  # of equal symbols
+        return symbol_rewards.sum(-1) - REPETITION_COST * n_pairs.sum(-1)
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
         """Mean of the demonstrator's raw rewards, and standard deviation within a prompt."""
         rng = np.random.default_rng([self.seed, 3])
-        prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
+        drawn = rng.integers(len(self.train_prompts), size=20_000)
+        prompts = self.train_prompts[drawn]
         first = self._raw_reward(prompts, self.demonstrate(prompts, rng))
         second = self._raw_reward(prompts, self.demonstrate(prompts, rng))
+        mean = (first + second).mean() / 2
         variance = ((first - second) ** 2).mean() / 2  # within a prompt
-        return float((first + second).mean() / 2), float(np.sqrt(variance))
+        return float(mean), float(np.sqrt(variance))
 
     def reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
         """Compute the true rewards of responses to prompts, (...).
@@ -107,6 +123,10 @@ class Task:
         mean, spread = self._mean_and_spread
         return (self._raw_reward(prompts, responses) - mean) / spread
 
+    def reward_leaves(self, prompts: np.ndarray) -> np.ndarray:
+        """Compute the true reward of every response to every prompt, (prompts, leaves)."""
+        return self.reward(prompts[:, None], self.leaves[None])
+
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def demonstrate(self, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -115,13 +135,16 @@ class Task:
         The demonstrator is a Markov chain: the next symbol depends on the symbol before and on the prompt's first
         symbol, not on the reward.
         """
-        table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
-        by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
+        n = self.symbols
+        table_rng = np.random.default_rng([self.seed, 4])
+        by_one_before = table_rng.normal(size=(n, n))
+        by_prompt = table_rng.normal(size=(n, n))
         responses = np.empty((len(prompts), self.response_length), dtype=int)
         symbols = prompts[:, -1]  # the last symbol of each prompt, then of each response so far
         for t in range(self.response_length):
             logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
-            symbols = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
+            noise = rng.gumbel(size=logits.shape)
+            symbols = (logits + noise).argmax(-1)  # drawn from the softmax of the logits
             responses[:, t] = symbols
         return responses
 
@@ -130,22 +153,34 @@ class Task:
 
     def read(self, texts: Sequence[str]) -> np.ndarray:
         """Read the symbols of texts of one length, (texts, length)."""
-        return np.array([[SYMBOLS.index(letter) for letter in text] for text in texts])
+        symbols = [[SYMBOLS.index(letter) for letter in text] for text in texts]
+        return np.array(symbols)
 
 
 def draw_pairs(
-    task: Task, prompts: np.ndarray, write: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
+    task: Task,
+    prompts: np.ndarray,
+    write: Callable[[np.ndarray], np.ndarray],
+    rng: np.random.Generator,
 ) -> Pairs:
     """Draw two different responses to each prompt with `write`, and label them.
 
     By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)).
     """
-    y, z = write(prompts), write(prompts)
-    while (is_same := (y == z).all(-1)).any():
+    y = write(prompts)
+    z = write(prompts)
+    is_same = (y == z).all(-1)
+    while is_same.any():
         z[is_same] = write(prompts[is_same])
+        is_same = (y == z).all(-1)
     margins = task.reward(prompts, y) - task.reward(prompts, z)
-    chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margins))
-    return Pairs(prompts, np.where(chooses_y[:, None], y, z), np.where(chooses_y[:, None], z, y))
+    chances = 1 / (1 + np.exp(-margins))
+    chooses_y = rng.random((len(prompts), 1)) < chances[:, None]
+    return Pairs(
+        prompts,
+        chosen=np.where(chooses_y, y, z),
+        rejected=np.where(chooses_y, z, y),
+    )
 
 
 def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
@@ -157,6 +192,8 @@ def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str
     rng = np.random.default_rng([task.seed, 7, seed])
 
     def score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        return (task.reward(task.read(prompts), task.read(responses)) + rng.gumbel(size=len(prompts))).tolist()
+        rewards = task.reward(task.read(prompts), task.read(responses))
+        noise = rng.gumbel(size=len(prompts))
+        return (rewards + noise).tolist()
 
     return score
