@@ -30,8 +30,15 @@ from dpo.training.start import set_up_libraries
 
 ROOT = CONFIG_DIR.parents[1]
 # runs that make updates and do little else; benchmarks override the number of examples
-COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
-          "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
+COMMON = (
+    "model.reference_dtype=float32",
+    "eval_batch_size=4",
+    "n_eval_examples=4",
+    "sample_during_eval=false",
+    "warmup_steps=0",
+    "n_epochs=null",
+    "n_examples=1000000",
+)
 
 
 class Failed(Exception):

@@ -31,9 +31,17 @@ from benchmarks.harness import ROOT, print_row, run_python
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 FIXED = (
-    "exp_name=startup", "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "debug=true", "do_first_eval=false",
-    "n_eval_examples=16", "n_examples=16", "datasets=[hh]", "sample_during_eval=false",
-)  # fmt: skip
+    "exp_name=startup",
+    "loss=dpo",
+    "loss.beta=0.1",
+    "wandb.enabled=false",
+    "debug=true",
+    "do_first_eval=false",
+    "n_eval_examples=16",
+    "n_examples=16",
+    "datasets=[hh]",
+    "sample_during_eval=false",
+)
 COMPLETED = "python train.py loss="
 ANSWERS = {
     "refused config": ("exp_name=x", "lr=-1"),

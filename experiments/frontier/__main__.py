@@ -47,9 +47,13 @@ def run_sweep(sweep: Sweep) -> None:
 
 def read_tables(files: Sequence[Path]) -> str:
     """Read the rows of sweeps, and make their tables."""
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
-    # in earlier sweeps responses could have free length too
-    return make_tables([row for row in rows if row.get("fixed_length", True)])
+    rows = []
+    for file in files:
+        for row in json.loads(file.read_text(encoding="utf-8")):
+            # in earlier sweeps responses could have free length too
+            if row.get("fixed_length", True):
+                rows.append(row)
+    return make_tables(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,9 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.read:
         return run_command(lambda: print(read_tables(options.read)))
     check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *options.overrides])  # exits if it refuses
-    out = (options.out or CACHE / ("frontier-quick" if options.quick else "frontier")).expanduser().resolve()
-    task = Task(seed=options.task, held_out=100 if options.quick else Task.held_out)
-    sweep = Sweep(out, task, QUICK if options.quick else PAPER, options.overrides)
+    if options.quick:
+        size = QUICK
+        task = Task(seed=options.task, held_out=100)
+        out = CACHE / "frontier-quick"
+    else:
+        size = PAPER
+        task = Task(seed=options.task)
+        out = CACHE / "frontier"
+    out = (options.out or out).expanduser().resolve()
+    sweep = Sweep(out, task, size, options.overrides)
     return run_command(lambda: run_sweep(sweep))
 
 

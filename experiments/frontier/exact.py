@@ -38,10 +38,11 @@ def iterate_levels(model: Any, task: Task, prompts: Any, *, depth: int) -> Itera
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
+    symbols = torch.arange(task.symbols)
     tokens = prompts
     for _ in range(depth + 1):
         yield model(tokens, past_key_values=cache, use_cache=True)
-        tokens = torch.arange(task.symbols).repeat(len(tokens))[:, None]
+        tokens = symbols.repeat(len(tokens))[:, None]
         cache.batch_repeat_interleave(task.symbols)
 
 

@@ -33,13 +33,23 @@ def write_model(directory: Path, task: Task) -> None:
 
     letters = SYMBOLS[: task.symbols]
     vocabulary = {token: i for i, token in enumerate((*letters, EOS))}
-    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
+    words = tokenizers.models.WordLevel(vocabulary, unk_token=EOS)
+    splitter = tokenizers.Tokenizer(words)
     splitter.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")  # a token per letter
     splitter.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token=EOS, pad_token=EOS)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=splitter,
+        eos_token=EOS,
+        pad_token=EOS,
+    )
     tokenizer.save_pretrained(directory)
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols)
+    config = transformers.LlamaConfig(
+        **MODEL,
+        vocab_size=task.symbols,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
 
@@ -48,14 +58,19 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
     """Write a dataset in a form that train.py reads."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, pairs in (("train", train), ("test", test)):
-        records = (dict(zip(COLUMNS, map(task.text, pair), strict=True)) for pair in zip(*pairs, strict=True))
-        write_whole(directory / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        lines = []
+        for pair in zip(*pairs, strict=True):
+            texts = [task.text(symbols) for symbols in pair]
+            record = dict(zip(COLUMNS, texts, strict=True))
+            lines.append(json.dumps(record) + "\n")
+        write_whole(directory / f"{name}.jsonl", "".join(lines))
 
 
 def read_pairs(file: Path, task: Task) -> Pairs:
     """Read a dataset that `write_pairs` wrote."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return Pairs(*(task.read([row[column] for row in rows]) for column in COLUMNS))
+    parts = [task.read([row[column] for row in rows]) for column in COLUMNS]
+    return Pairs(*parts)
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:

@@ -22,9 +22,15 @@ from dpo.errors import InputError, RunError
 from dpo.system.signals import handling_signals
 
 IMPORTED = (
-    "datasets", "hydra", "transformers.models.llama", "dpo.checkpoint.resume",
-    "dpo.training.memory", "experiments.frontier.plain", "dpo.train", "dpo.trainers",
-)  # fmt: skip
+    "datasets",
+    "hydra",
+    "transformers.models.llama",
+    "dpo.checkpoint.resume",
+    "dpo.training.memory",
+    "experiments.frontier.plain",
+    "dpo.train",
+    "dpo.trainers",
+)
 BAD_INPUT = 2  # exit status of train.py
 OUTPUT = "output.txt"  # in a job's directory: what its process prints
 Row = dict[str, Any]

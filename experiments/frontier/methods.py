@@ -26,9 +26,12 @@ class Method(NamedTuple):
 
 DPO = ("loss=dpo", "loss.beta={beta}", "model.reference_dtype=float32")
 ONLINE = (
-    "online=online", "online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}",
+    "online=online",
+    "online.scorer=function",
+    "online.function={scorer}",
+    "online.max_new_tokens={longest}",
     "online.ties=skip",  # a tie here is the same response twice: no gradient
-)  # fmt: skip
+)
 KTO = ("loss=kto", "loss.beta={beta}", "unpair=true", "model.reference_dtype=float32")
 REWARD_MODELS = ("rm_last", "rm_tokens")  # runs that train no policy
 # learning rates and passes were chosen on pairs and prompts that no run uses (docs/frontier.md)

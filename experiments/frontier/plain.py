@@ -42,7 +42,7 @@ class RewardModel(torch.nn.Module):
     def forward(self, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
         """Score responses, (rows,)."""
         n = responses.shape[1]
-        token_ids = _join(prompts, responses)
+        token_ids = torch.from_numpy(np.hstack([prompts, responses]))
         hidden = self.trunk(token_ids, use_cache=False).last_hidden_state
         scores = self.head(hidden[:, -n:]).squeeze(-1)  # (rows, response_length)
         if self.per_token:
@@ -102,9 +102,10 @@ def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> A
 
 def _draw_batches(pairs: Pairs, size: int, rng: np.random.Generator) -> Iterator[Pairs]:
     """Yield batches of whole passes, each in a new order."""
+    n = len(pairs.prompts)
     while True:
-        order = rng.permutation(len(pairs.prompts))
-        for start in range(0, len(order) - size + 1, size):
+        order = rng.permutation(n)
+        for start in range(0, n - size + 1, size):
             rows = order[start : start + size]
             yield Pairs(
                 pairs.prompts[rows],
@@ -126,15 +127,10 @@ def compute_unlikelihood(policy: Any, batch: Pairs, alpha: float) -> torch.Tenso
     return -objective.mean()
 
 
-def _join(prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
-    """Join prompts and responses to token ids, (rows, prompt_length + response_length)."""
-    return torch.from_numpy(np.concatenate([prompts, responses], axis=1))
-
-
 def _token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
     """Compute log pi of the tokens of responses, (rows, response_length)."""
     n = responses.shape[1]
-    token_ids = _join(prompts, responses)
+    token_ids = torch.from_numpy(np.hstack([prompts, responses]))
     logits = model(token_ids, use_cache=False).logits
     logits = logits[:, -n - 1 : -1]  # for the next token, (rows, n, vocabulary)
     logps = logits.log_softmax(-1)

@@ -142,7 +142,8 @@ class Task:
         responses = np.empty((len(prompts), self.response_length), dtype=int)
         symbols = prompts[:, -1]  # the last symbol of each prompt, then of each response so far
         for t in range(self.response_length):
-            logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
+            logits = by_one_before[symbols] + by_prompt[prompts[:, 0]]
+            logits = LOGIT_SCALE * logits
             noise = rng.gumbel(size=logits.shape)
             symbols = (logits + noise).argmax(-1)  # drawn from the softmax of the logits
             responses[:, t] = symbols
@@ -175,7 +176,8 @@ def draw_pairs(
         is_same = (y == z).all(-1)
     margins = task.reward(prompts, y) - task.reward(prompts, z)
     chances = 1 / (1 + np.exp(-margins))
-    chooses_y = rng.random((len(prompts), 1)) < chances[:, None]
+    draws = rng.random(len(prompts))
+    chooses_y = (draws < chances)[:, None]
     return Pairs(
         prompts,
         chosen=np.where(chooses_y, y, z),
