@@ -20,14 +20,36 @@ from dpo.settings.plan import make_plan
 from dpo.settings.validation import find_problems
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-NEEDED = {"mix": "loss.weights.dpo=1", "exo": "loss.label_smoothing=0.1"}  # by a loss, to be complete
-NEEDED |= {name: "unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+NEEDED = {  # by a loss, to be complete
+    "mix": "loss.weights.dpo=1",
+    "exo": "loss.label_smoothing=0.1",
+    **{name: "unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"},
+}
 ROWS = {  # a row of each kind of data
-    "pairs": {"prompt": "p", "chosen": "c", "rejected": "r"},
-    "chats": {"chosen": [{"role": "user", "content": "p"}], "rejected": [{"role": "user", "content": "p"}]},
-    "ranked lists": {"prompt": "p", "responses": ["a", "b"], "scores": [2, 1]},
-    "labelled answers": {"prompt": "p", "completion": "c", "label": True},
+    "pairs": {
+        "prompt": "p",
+        "chosen": "c",
+        "rejected": "r",
+    },
+    "chats": {
+        "chosen": [{"role": "user", "content": "p"}],
+        "rejected": [{"role": "user", "content": "p"}],
+    },
+    "ranked lists": {
+        "prompt": "p",
+        "responses": ["a", "b"],
+        "scores": [2, 1],
+    },
+    "labelled answers": {
+        "prompt": "p",
+        "completion": "c",
+        "label": True,
+    },
     "completions": {"prompt": "p", "completion": "c"},
 }
 AXES = {  # the choices of each kind, by what is typed for them

@@ -36,7 +36,8 @@ class RewardModel(torch.nn.Module):
         super().__init__()
         self.trunk = copy.deepcopy(reference.model)
         self.per_token = per_token
-        self.head = torch.nn.Linear(reference.config.hidden_size, 1)
+        hidden_size = reference.config.hidden_size
+        self.head = torch.nn.Linear(hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, prompts: np.ndarray, responses: np.ndarray) -> torch.Tensor:
@@ -138,7 +139,13 @@ def _token_logps(model: Any, prompts: np.ndarray, responses: np.ndarray) -> torc
     return logps.gather(-1, tokens).squeeze(-1)
 
 
-def compute_objective(policy: Any, reference: Any, task: Task, prompts: np.ndarray, beta: float) -> torch.Tensor:
+def compute_objective(
+    policy: Any,
+    reference: Any,
+    task: Task,
+    prompts: np.ndarray,
+    beta: float,
+) -> torch.Tensor:
     """Mean over prompts of E[r] - beta KL, which PPO estimates, with its exact gradient."""
     rewards = torch.from_numpy(task.reward_leaves(prompts))
     reference_logps = torch.from_numpy(exact.leaf_logps(reference, task, prompts))
