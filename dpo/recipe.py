@@ -44,7 +44,7 @@ def dry_run(plan: Plan) -> None:
     check_parts(plan)
     for role, text in list_first_examples(plan, data)[0].items():
         print(f"{role} of the first example: {text!r}")
-    if run.resume_point is None:
+    if not run.resume_point:
         print(list_first_tasks(plan))
     if plan.online:
         print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
@@ -86,7 +86,7 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     set_up_libraries(plan, progress_bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)
-    if run and resume_point is None:
+    if run and not resume_point:
         check_columns(plan)  # before a model is fetched
         if models is None:
             check_model(plan)  # before data is loaded, which may take minutes

@@ -273,7 +273,7 @@ class Trainer(TrainerParts):
     ) -> None:
         """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
         ranking_metric, sign = self.plan.best
-        if output_dir is None:
+        if not output_dir:
             self.saved_at = self.example_counter
         self.checkpoints.save(
             self.list_parts(),

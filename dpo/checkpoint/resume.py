@@ -53,7 +53,7 @@ class OpenRun(NamedTuple):
 
     def is_finished(self, updates: int) -> bool:
         """Whether all updates and the last evaluation are done, and no samples were due after it."""
-        if self.resume_point is None:
+        if not self.resume_point:
             return False
         manifest = self.resume_point.manifest
         is_evaluated = bool(manifest.get("evaluated")) and not manifest.get("samples_due")
@@ -126,7 +126,7 @@ def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoi
     if is_own:
         tidy(run_dir)
     resume_point = _find_resume_point(source, plan)
-    if resume_point is None:
+    if not resume_point:
         return None
     if not is_own:  # copied completely or not at all
         checkpoint = resume_point.path
@@ -221,7 +221,7 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
 def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
     named = plan.chat.chat_template
-    if resume_point is None or named != resume_point.manifest["config"].get("chat_template"):
+    if not resume_point or named != resume_point.manifest["config"].get("chat_template"):
         return named
     if named:
         print(f"the chat template is the text that {named} had when the run began")
@@ -271,7 +271,7 @@ def find_model_facts(model_config: Any) -> dict:
 
 
 def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    if resume_point is None:
+    if not resume_point:
         return
     saved = resume_point.manifest
     current = record_inputs(data, model_config)

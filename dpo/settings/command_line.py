@@ -56,7 +56,7 @@ class CommandLine(NamedTuple):
     @property
     def search_path(self) -> list[str]:
         """The override by which Hydra finds a user's config files."""
-        if self.config_dir is None:
+        if not self.config_dir:
             return []
         path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
         return [f"hydra.searchpath=['file://{path}']"]
@@ -241,7 +241,7 @@ def _compose(overrides: list[str]) -> DictConfig:
 
 def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -> list[str]:
     """Refuse keys that the user's config files set and that can name code."""
-    if line.config_dir is None:
+    if not line.config_dir:
         return []
     # comparing what Hydra makes with and without the files covers all that they contain, however they are chosen
     without_files = _list_code(
