@@ -294,7 +294,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
                 other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
                 return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
         return None
-    if key in KEYS and not key.startswith("loss."):  # of two losses, an option may have different types
+    if key in KEYS and not key.startswith("loss."):  # an option may have other types in other losses
         is_fixed = not parsed.is_sweep_override() and "${" not in override
         return find_value_problem(key, parsed.value()) if is_fixed else None
     is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS)  # as a key or a section

@@ -52,7 +52,7 @@ class Plan:
     gpus: int  # number of this machine's GPUs, or UNCOUNTED
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
-    values: Mapping  # of all keys, by dotted key
+    values: Mapping  # those of all keys, by dotted key
     # --- the keys by section
     run: keys.RunPlan
     data: keys.DataPlan
