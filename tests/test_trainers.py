@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpu import HostReads
-from support.runs import compose, read_metrics, read_rows
+from support.runs import compose, list_updates, read_metrics, read_rows
 
 from dpo.models.layouts import pad
 from dpo.training.objective import Reduced
@@ -77,7 +77,7 @@ def test_a_run_evaluates_at_0_at_every_multiple_and_at_the_end_and_saves_with_it
     assert "self-test passed: first loss 0.693147" in lines
     evaluations = read_metrics(trainer.run_dir, "eval")
     assert [(e["examples"], e["updates"]) for e in evaluations] == [(0, 0), (8, 2), (12, 3)]
-    assert [u["examples"] for u in read_metrics(trainer.run_dir, "train")] == [4, 8, 12]
+    assert list_updates(trainer.run_dir) == [4, 8, 12]
     assert checkpoints(trainer.run_dir).keys() == {"step-8", "step-12", "LATEST", "BEST"}
     assert os.readlink(trainer.run_dir / "LATEST") == "step-12"
     content = torch.load(trainer.run_dir / "LATEST" / "policy.pt", weights_only=True)

@@ -136,9 +136,8 @@ def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeyp
 )
 def test_what_concerns_one_percent_is_a_warning(counts, warned):
     _, *found = SplitReport(examples=10_000, tokenized=4_000, **counts).describe("train")
-    assert [bool(re.match(f"warning: {each}", said)) for each, said in zip(warned, found, strict=True)] == [True] * len(
-        warned
-    )
+    for said, each in zip(found, warned, strict=True):
+        assert re.match(f"warning: {each}", said)
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):

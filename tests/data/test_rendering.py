@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, encode, show_scored, system, user
+from support.formats import ASK, CALL, SKY, TOOLS, WITH_TOOLS, assistant, call, encode, show_scored, system, tool, user
 from support.pytests import refused
 from support.templates import (
     BEGIN,
@@ -29,10 +29,6 @@ DEVELOPER, CUSTOMER = {"role": "developer", "content": "Be kind."}, {"role": "cu
 GOOD = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]}
 
 
-def result(content: str) -> dict[str, str]:
-    return {"role": "tool", "content": content}
-
-
 def read(chosen, tokenizer, prompt=ASK, **more):
     return get_custom([{**GOOD, "prompt": prompt, "chosen": chosen, **more}], "mine", tokenizer)
 
@@ -53,14 +49,14 @@ def warnings_of(data) -> list[str]:
         ),
         (
             BY_ROLE,
-            [*ASK, assistant("Hm."), result("42 degrees")],
+            [*ASK, assistant("Hm."), tool("42 degrees")],
             [assistant("It has 42 degrees")],
             "content tool of prompts; '42 degrees'",
         ),
         (
             BY_ROLE,
             ASK,
-            [assistant("Hm."), result("A"), *SKY],
+            [assistant("Hm."), tool("A"), *SKY],
             "content tool of responses; 'A'",
         ),
         # two equal texts need two places
@@ -73,20 +69,20 @@ def warnings_of(data) -> list[str]:
         # and a text that is a part of another is not found in it
         (
             BY_ROLE,
-            [result("42"), user("Why 42?")],
+            [tool("42"), user("Why 42?")],
             SKY,
             "content tool of prompts; '42'",
         ),
         # a text is found neither before what it follows, nor inside a word
         (
             "It is 26 Jul 2024. " + BY_ROLE,
-            [*ASK, assistant("When?"), result("26 Jul 2024")],
+            [*ASK, assistant("When?"), tool("26 Jul 2024")],
             SKY,
             "content tool of prompts; '26 Jul 2024'",
         ),
         (
             BY_ROLE,
-            [*ASK, assistant("Hm."), result("a")],
+            [*ASK, assistant("Hm."), tool("a")],
             SKY,
             "content tool of prompts; 'a'",
         ),
@@ -298,7 +294,7 @@ NEXT_ROLE, LAST_EOS = (
         (
             make(BEGIN + "{{ m.content }}{% if m.tool_calls %}look<call>{% else %}<end>{% endif %}"),
             ["<end>", "<call>"],
-            [{**CALL, "content": "I "}, result("A"), CALL],
+            [{**CALL, "content": "I "}, tool("A"), CALL],
             "I look<call>|look<call>",
         ),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.formats import assistant, system, user
+from support.formats import assistant, system, tool, user
 from support.models import REWARD_MODELS, nearly, save_reward_model
 from support.pytests import refused
 from support.runs import TINY, change_json
@@ -176,7 +176,7 @@ def test_without_a_template_a_chat_is_written_without_the_policys_tokens_or_a_se
 
 def test_calls_and_results_have_no_place_in_texts(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
-    chat = [*MESSAGES, {"role": "tool", "content": "42"}]
+    chat = [*MESSAGES, tool("42")]
     with refused("no turn of role 'tool' and no calls: choose the form chat"):
         scorer_of(folder).check(Prompt("<tool>42", [], [], rendered=True, messages=chat))
 

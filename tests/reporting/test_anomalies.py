@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.faults import SHARDED
 from support.records import context_in, evaluation, rewards, update, write_run
-from support.runs import read_metrics, read_rows, train
+from support.runs import list_updates, read_metrics, read_rows, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
@@ -40,7 +40,7 @@ def test_skipped_the_update_does_not_happen_and_the_run_goes_on(run, spoil, run_
     run("run", "save_every=4", "nan_policy=skip")
 
     assert "warning: update 4 has loss nan" in printed()
-    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8, 12, 16, 20, 24]
+    assert list_updates(run_dir) == [4, 8, 12, 16, 20, 24]
     states = [read_state(run_dir / f"step-{n}" / f"{part}.pt") for n in (12, 16) for part in ("policy", "optimizer")]
     assert all(torch.equal(states[0][name], states[2][name]) for name in states[0])
     assert states[1]["state"][0]["step"] == states[3]["state"][0]["step"] == 3

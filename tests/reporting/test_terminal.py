@@ -40,11 +40,15 @@ def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1)
     return Progress(plan, silent=silent)
 
 
+def log(progress: Progress, number: int, metrics: dict[str, float] = DPO) -> None:
+    progress.on_update(Update(number, 0, [], {}, metrics))
+
+
 def test_an_update_is_one_line_with_totals_and_time_left(clock, printed):
     progress = make_progress(interval=0.0, batch_size=32)
     for update in progress.track_updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
-        progress.on_update(Update(update, 0, [], {}, DPO))
+        log(progress, update)
 
     lines = printed().splitlines()
     assert lines[0] == "update 1/64, 32/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s, 02:06 left"
@@ -55,8 +59,7 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, printed):
     progress = make_progress(interval=0.0, batch_size=4)
     for _ in progress.track_updates([1], total=10, done=8):
         clock.now += 5.0
-        metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
-        progress.on_update(Update(9, 0, [], {}, metrics))
+        log(progress, 9, {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6})
     line = "update 9/10, 36/40 examples  loss 123,457  score -12.2  2,346 ex/s, 00:05 left\n"
     assert printed() == line  # no exponents, and no accuracy where there is none
 
@@ -65,7 +68,7 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
     progress = make_progress(interval=1.0, batch_size=4)
     for update in progress.track_updates([1, 2, 3, 4, 5], total=5, done=0):
         clock.now += 0.4
-        progress.on_update(Update(update, 0, [], {}, DPO))
+        log(progress, update)
     progress.line("saved")
 
     captured = capsys.readouterr()
@@ -101,7 +104,7 @@ def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
         for _ in progress.track([1, 2], total=2, what="sample"):
             clock.now += 1.0
             progress.show_part(128, 256, "token")
-        progress.on_update(Update(update, 0, [], {}, DPO))
+        log(progress, update)
     progress.line("saved")
     progress.close()
 
@@ -118,6 +121,6 @@ def test_ranks_other_than_0_are_silent(capsys):
     progress = make_progress(interval=0.0, silent=True)
     for item in progress.track_updates([4], total=1, done=0):
         assert list(progress.track([item], total=1, what="evaluate")) == [4]
-        progress.on_update(Update(1, 0, [], {}, DPO))
+        log(progress, 1)
     progress.line("saved")
     assert capsys.readouterr() == ("", "")

@@ -18,7 +18,7 @@ from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
 from support.pytests import refused, slow
-from support.runs import assert_documented, find_differences, read_metrics, train, train_here
+from support.runs import assert_documented, find_differences, list_updates, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch
 
 from dpo.analysis.ledger import read_ledger
@@ -330,7 +330,7 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert "Traceback" not in result.stderr
     assert (run_dir / "LATEST").resolve().name == "step-16"
     train_here(command("run", *settings, "resume=auto"))
-    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [8, 16, 24, 32]
+    assert list_updates(run_dir) == [8, 16, 24, 32]
 
 
 def test_a_function_whose_helper_has_changed_does_not_continue_the_run(run, tmp_path):

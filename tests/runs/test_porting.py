@@ -10,7 +10,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from support.pytests import refused, succeeded
-from support.runs import GOLDEN, ROOT, TINY, read_code, read_metrics, run_script
+from support.runs import GOLDEN, ROOT, TINY, list_updates, read_code, read_metrics, run_script
 
 import train
 from dpo.settings.keys import KEYS, compose_config
@@ -33,7 +33,7 @@ def test_the_example_of_the_page_runs(tmp_path):
 
     assert re.search(r"chosen: \(4, \d+\) labels: torch\.int64", result.stdout)
     run = tmp_path / "ported-run"
-    assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8, 12, 16]
+    assert list_updates(run) == [4, 8, 12, 16]
     assert (run / "step-8" / "policy.pt").exists()
     assert os.readlink(run / "LATEST") == "step-16"
 
@@ -81,7 +81,7 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     with refused("loss=dpo needs a reference model"):
         BasicTrainer(tiny_llama, config, 0, run_dir)
     trainer.train()
-    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
+    assert list_updates(run_dir) == [4, 8]
     assert trainer.config.local_run_dir == str(run_dir)
     composed = set(flatten(OmegaConf.create(compose_config(loss="dpo"))))
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}

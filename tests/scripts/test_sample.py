@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.formats import assistant, system, user
+from support.formats import assistant, system, tool, user
 from support.models import load_tiny
 from support.pytests import refused
 from support.runs import TINY, change_json
@@ -69,7 +69,7 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
     with refused("content of a message of role 'user' in the prompt has the control token '<"):
         ask("chat", [user("Write <|endoftext|>")])
     with refused("has no turn of role 'tool' and no calls: choose the form chat"):
-        ask("hh", [*TALK, {"role": "tool", "content": "42"}])
+        ask("hh", [*TALK, tool("42")])
     assert ask("raw", [user("Once upon")]) == "Once upon"
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 from support.pytests import refused
-from support.runs import TINY, read_metrics
+from support.runs import TINY, list_updates
 
 import train
 from dpo.data.loading import load_splits
@@ -114,6 +114,6 @@ def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, run_dir,
     for n_examples in (4, 8):
         change = {"n_examples": n_examples, "resume": "auto"}
         train.worker_main(0, 1, {**config, **change}, copy.deepcopy(tiny_llama))
-    assert [line["examples"] for line in read_metrics(run_dir, "train")] == [4, 8]
+    assert list_updates(run_dir) == [4, 8]
     with refused("unknown key learning_rate: here it is lr"):
         BasicTrainer(tiny_llama, {**config, "learning_rate": 1}, 0, tmp_path / "r")

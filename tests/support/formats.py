@@ -22,6 +22,10 @@ def system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
 
 
+def tool(content: str) -> dict[str, str]:
+    return {"role": "tool", "content": content}
+
+
 def call(arguments: Any) -> dict[str, Any]:
     function = {"name": "look", "arguments": arguments}
     return {**assistant(""), "tool_calls": [{"type": "function", "function": function}]}
@@ -41,7 +45,7 @@ END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% 
 WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look up.", "parameters": {}}}]
 CALL = call({"at": "sky"})
-RESULT = {"role": "tool", "content": "A clear day"}
+RESULT = tool("A clear day")
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
 
 

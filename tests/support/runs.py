@@ -1,12 +1,10 @@
 """Runs of the command line, small settings, a run's metrics."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +67,11 @@ def read_metrics(run_dir: Path, split: str) -> list[dict]:
     return [line for line in read_rows(run_dir / "metrics.jsonl") if line["split"] == split]
 
 
+def list_updates(run_dir: Path) -> list[int]:
+    """How many examples were trained at each update of a run."""
+    return [line["examples"] for line in read_metrics(run_dir, "train")]
+
+
 def assert_documented(run_dir: Path) -> None:
     """docs/metrics.md has all metrics of a run; `/NAME` in a table is another last part of the name before."""
     names, prefix = {"split", "examples", "updates"}, ""
@@ -103,16 +106,6 @@ def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
     assert_same_metrics(run_dir, other, tolerance)
     weights, theirs = (read_state(folder / "LATEST" / "policy.pt") for folder in (run_dir, other))
     torch.testing.assert_close(weights, theirs, rtol=tolerance, atol=tolerance)
-
-
-def assert_gone(pids: list[int], within: float = 10) -> None:
-    """Wait until none of these processes runs; fail if one stays."""
-    deadline = time.monotonic() + within
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                assert time.monotonic() < deadline, f"of {pids}, some are still there"
-                time.sleep(0.1)
 
 
 def write_rows(path: Path, rows: list) -> Path:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support import warm
 from support.pytests import slow, succeeded
-from support.runs import ROOT, assert_gone, make_environment, run_python
+from support.runs import ROOT, make_environment, run_python
 
 from dpo.errors import InputError, RunError
 from dpo.system.host import python_command
@@ -38,8 +39,15 @@ def note_pid(folder: Path, rank: int) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
 
 
-def assert_all_gone(folder: Path, count: int = 2, within: float = 10) -> None:
-    assert_gone([int((folder / f"pid{rank}").read_text()) for rank in range(count)], within)
+def assert_all_gone(folder: Path) -> None:
+    """Wait until neither worker runs; fail if one stays."""
+    deadline = time.monotonic() + 10
+    for rank in range(2):
+        pid = (folder / f"pid{rank}").read_text()
+        with suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < deadline, f"rank {rank} is still there"
+                time.sleep(0.1)
 
 
 # --- what workers do in these tests --------------------------------------------------------------------------------
