@@ -1,5 +1,5 @@
 # make demo   train a small model end to end: SFT, then DPO (3 minutes on 2 cores, after installation)
-# make test   lint and tests, 2 to 7 minutes on 2 cores; make test-all runs the large matrices whole
+# make test   lint and tests, 4 minutes on 2 quiet cores; make test-all runs the large matrices whole
 # make test-all  all tests, also those marked slow; before a release
 # make doctor what this machine has, what to train with, what is wrong
 # make gpu-check the acceptance run on a GPU (tests/gpu), at most 30 minutes; without a GPU, what makes sense on a CPU, small

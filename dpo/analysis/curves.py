@@ -34,7 +34,7 @@ class Chart(NamedTuple):
     baseline: float | None = None  # height of a horizontal line: 0, or the accuracy of chance
 
 
-CHARTS = (
+CHARTS = (  # in the order of the report
     Chart("Loss", ("loss/SPLIT",)),
     Chart("Reward accuracy", ("rewards_SPLIT/accuracies",), in_percent=True, baseline=0.5),
     Chart("Area under the ROC curve of rewards", ("rewards_eval/auc",), baseline=0.5),

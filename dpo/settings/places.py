@@ -50,6 +50,7 @@ ROWS_FOLDER = "dpo-rows"  # in the local directory
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 PAIRS = (("prompt", "chosen", "rejected"), WHOLE_PAIR_FIELDS)
 LISTS = (("prompt", "responses", "scores"), ("prompt", "responses"))
+# The first form whose fields all have a column is used.
 FORMS = {
     "pairs": (*PAIRS, *LISTS),
     "prompts": (*PAIRS, *LISTS, ("prompt",)),

@@ -93,7 +93,7 @@ def test_a_file_that_is_edited_makes_another(source, tmp_path):
     assert prepare(tmp_path) != first
 
 
-SOURCES = {"demo": "", "hh": str(GOLDEN / "words")}
+SOURCES = {"hh": str(GOLDEN / "words")}
 OTHER_VALUES = {  # of the fields of the data and chat sections
     "datasets": ["demo"],
     "dataset_sources": {**SOURCES, "unused": "elsewhere"},
@@ -193,7 +193,7 @@ def test_data_of_unknown_origin_is_read_each_time_and_its_table_is_not_kept(tmp_
         return [{"prompt": "Why?", "chosen": " Because.", "rejected": " So."}]
 
     monkeypatch.setitem(loading.DATASETS, "own", load_own)
-    first, second = (prepare(tmp_path, {"own": ""}) for _ in range(2))
+    first, second = (prepare(tmp_path, {"own": None}) for _ in range(2))
     assert {*calls} == {"train", "test"}
     assert {first.parent, second.parent} == {tmp_path / "scratch"}
 
