@@ -32,6 +32,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/basedpyright --pythonpath $(RUN)
+	$(RUN) -m pytest -q tests/test_structure.py -k style
 
 doctor: $(VENV)/.installed
 	$(VENV)/bin/dpo doctor

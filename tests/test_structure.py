@@ -1,9 +1,10 @@
-"""Structure of the code: how much there is, and which module may import which.
+"""Structure of the code: how much there is, how densely it is written, and which module may import which.
 
 docs/architecture.md describes the structure.
 """
 
 import ast
+import collections
 import graphlib
 import importlib
 import io
@@ -11,6 +12,7 @@ import itertools
 import re
 import subprocess
 import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,36 +51,38 @@ def list_files() -> list[Path]:
 
 
 def find_docstrings(text: str) -> set[tuple[int, int]]:
-    """Find the line and column at which each docstring begins."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    firsts = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
-    return {(first.lineno, first.col_offset) for first in firsts}
+    """Find the line and column at which each statement that is only a text begins."""
+    alone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    return {(value.lineno, value.col_offset) for value in alone if isinstance(getattr(value, "value", None), str)}
 
 
-def count_tokens(text: str) -> int:
-    """Count tokens without docstrings, comments and layout; of a string, also one with values, each word counts."""
-    docstrings = find_docstrings(text)
+def list_tokens(text: str) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """List tokens without comments and layout: the text, the line and column where it begins, and its last line."""
     lines = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # where each begins
-    n, depth, start = 0, 0, 0
+    depth, start = 0, (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         kind = tokenize.tok_name[token.type]
-        if token.start in docstrings and kind == "STRING":
-            continue
-        if kind == "FSTRING_START":  # from Python 3.12 on; before, it is a STRING
-            start = start if depth else lines[token.start[0] - 1] + token.start[1]
+        if kind == "FSTRING_START":  # from Python 3.12 on; before, a string with values is one token
+            start = start if depth else token.start
             depth += 1
         elif kind == "FSTRING_END":
             depth -= 1
-            n += len(text[start : lines[token.end[0] - 1] + token.end[1]].split()) if depth == 0 else 0
-        elif depth == 0 and kind not in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"):
-            n += len(token.string.split()) if kind == "STRING" else 1
-    return n
+            if depth == 0:
+                ends = lines[token.end[0] - 1] + token.end[1]
+                yield text[lines[start[0] - 1] + start[1] : ends], start, token.end[0]
+        elif depth == 0 and kind in ("NAME", "OP", "NUMBER", "STRING"):
+            yield token.string, token.start, token.end[0]
+
+
+def count_tokens(text: str) -> int:
+    """Count tokens without docstrings; of a string, also one with values, each word counts."""
+    docstrings = find_docstrings(text)
+    return sum(len(token.split()) for token, start, _ in list_tokens(text) if start not in docstrings)
 
 
 def test_a_string_counts_its_words_and_layout_and_docstrings_count_nothing():
     assert count_tokens('x = f"two words" + "" \n# a comment\nif x:\n    pass\n') == 10
-    assert count_tokens('"""A module."""\ndef f():\n    """Say\n    little."""\n    "no docstring"\n') == 7
+    assert count_tokens('"""A module."""\ndef f():\n    """Say\n    little."""\n    "no docstring".strip()\n') == 11
 
 
 @pytest.mark.parametrize("part", LIMITS)
@@ -94,6 +98,79 @@ def test_there_is_no_more_code_than_was_agreed(part):
 def test_the_documents_are_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
     assert sum(file.stat().st_size for file in list_files() if file.suffix == ".md") <= 1000 * DOCUMENT_KB
+
+
+# --- style, which `make lint` checks ----------------------------------------------------------------------------------
+
+MOST = {  # of a kind per 1,000 lines of dpo/ and of the files at the top; there is none of any other
+    "tokens": 8_400,
+    "comprehensions": 42,
+    "conditional expressions": 27,
+    "tuple assignments": 10,
+}
+
+
+def find_kinds(node: ast.AST) -> Iterator[str]:
+    """Find what makes code dense, and docstrings that begin in mid-sentence."""
+    match node:
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            yield "comprehensions"
+            if sum(isinstance(part, ast.comprehension) for part in ast.walk(node)) > 2:
+                yield "comprehensions of three levels"
+        case ast.IfExp():
+            yield "conditional expressions"
+            if isinstance(node.body, ast.IfExp) or isinstance(node.orelse, ast.IfExp):
+                yield "conditionals inside conditionals"
+        case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple()):
+            yield "tuple assignments"
+        case ast.For(iter=ast.IfExp()) | ast.comprehension(iter=ast.IfExp()):
+            yield "loops over conditionals"
+        case ast.Call():
+            for argument in node.args:
+                if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List):
+                    yield "literals unpacked into calls"
+        case ast.BinOp(op=ast.Mult()):
+            sides = [ast.unparse(side) for side in (node.left, node.right)]
+            # names, calls and operators that make a condition
+            condition = r"not |bool\(|[\w.]*\b(is|has|with)_|.* (and|or|in|is|[<>=!]+) [^)]*$"
+            if any(re.match(r"f?['\"[(]", side) for side in sides) and any(re.match(condition, side) for side in sides):
+                yield "texts or lists times conditions"
+        case ast.FunctionDef() | ast.ClassDef():
+            if re.match(r"[a-z]|(Raises|Also|With|Without|Of|As|Unlike|Only)\b", ast.get_docstring(node) or ""):
+                yield "docstrings that begin in mid-sentence"
+
+
+def find_dense_kinds(texts: Iterable[str]) -> dict[str, tuple[float, list[str]]]:
+    """Find the kinds of which these files have more than MOST: how many per 1,000 lines, and some of them."""
+    n_lines = 0
+    places = collections.defaultdict(list)
+    for text in texts:
+        lines = set()
+        for token, (line, _), last_line in list_tokens(text):
+            lines.update(range(line, last_line + 1))
+            places["tokens"].append(token)
+        n_lines += len(lines)
+        for node in ast.walk(ast.parse(text)):
+            for kind in find_kinds(node):
+                places[kind].append(ast.unparse(node))
+    found = {kind: (1000 * len(all_of_kind) / n_lines, all_of_kind[-9:]) for kind, all_of_kind in places.items()}
+    return {kind: (rate, last) for kind, (rate, last) in found.items() if rate > MOST.get(kind, 0)}
+
+
+DENSE = """
+[a for b in c for d in b for a in d]
+a if b else c if d else e
+for a in b if c else d: pass
+a(*(b, c))
+'a' * (b > c)
+class A: 'with a'
+a, b = c, d
+"""
+
+
+def test_the_style_is_no_denser_than_was_agreed():
+    assert find_dense_kinds(path.read_text() for path in (*PATHS, *ROOT.glob("*.py"))) == {}
+    assert len(find_dense_kinds([DENSE])) == 10  # all
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------
