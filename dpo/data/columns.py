@@ -107,18 +107,12 @@ def recognize(
     elif not are_whole:
         # without a prompt, a chat that the messages of chosen and rejected continue
         candidates["prompt"] = candidates["prompt"] or candidates["messages"]
-    fitting = [form for form in FORMS[trains_on] if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    nearest = max(fitting or FORMS[trains_on], key=lambda form: sum(bool(candidates[field]) for field in form))
-    form = next((form for form in fitting if all(candidates[field] for field in form)), nearest)
+    form, is_clear = _choose_form(FORMS[trains_on], candidates, configured)
     # that a response is the better one in every record is no fix if a verdict says which is
     to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
-    are_sentences = any(len(column.split()) > 3 or column.endswith((".", "?", "!")) for column in present)
-    if isinstance(rows[0], TableRow) and are_sentences and not any(candidates.values()):
-        raise InputError(
-            f"the first line of {origin} names columns, and {shorten(present[0])} looks like data: write a line "
-            f"such as prompt,chosen,rejected above it"
-        )
-    if not fitting or any(len(candidates[field]) != 1 for field in form):
+    if not is_clear:
+        if isinstance(rows[0], TableRow) and not any(candidates.values()):
+            _refuse_table_without_names(present, origin)
         forms = " or ".join(f"({', '.join(each)})" for each in FORMS[trains_on])
         raise InputError(
             f"training on {trains_on} needs the columns {forms}, and it is not clear which of {', '.join(present)} in "
@@ -144,6 +138,29 @@ def recognize(
             f"{with_prompt}{without}"
         )
     return Columns(used, unused, verdict, sides)
+
+
+def _choose_form(
+    forms: Sequence[tuple[str, ...]], candidates: Mapping[str, list[str]], configured: Mapping[str, str | None]
+) -> tuple[tuple[str, ...], bool]:
+    """Choose the first form with a column for each field, or else the one that lacks the fewest.
+
+    The form must have the fields that the config maps. Also returns whether it has exactly one column for each field.
+    """
+    fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
+    found = [form for form in fitting if all(candidates[field] for field in form)]
+    if not found:
+        return max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form)), False
+    return found[0], all(len(candidates[field]) == 1 for field in found[0])
+
+
+def _refuse_table_without_names(present: Sequence[str], origin: str) -> None:
+    """Raise InputError if the first line of a table, which should name its columns, has sentences."""
+    if any(len(column.split()) > 3 or column.endswith((".", "?", "!")) for column in present):
+        raise InputError(
+            f"the first line of {origin} names columns, and {shorten(present[0])} looks like data: write a line "
+            f"such as prompt,chosen,rejected above it"
+        )
 
 
 def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
