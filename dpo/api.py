@@ -40,12 +40,12 @@ FAILURE_FILE = "failure.json"
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a run left in its directory; also of a run that still trains, or that a command line started."""
+    """Reads a run's results from its directory. The run may still train, and a command line may have started it."""
 
     directory: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", Path(self.directory))
+        object.__setattr__(self, "directory", Path(self.directory))  # users may pass a string
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -64,12 +64,13 @@ class Result:
 
     @property
     def model(self) -> Path:
-        """The trained model, which `from_pretrained` of transformers loads."""
+        """The directory of the trained model, which `from_pretrained` of transformers loads."""
         return self.directory / "LATEST" / "hf"
 
     def _read(self, name: str) -> "pd.DataFrame":
         import pandas as pd
 
+        # only complete lines: a run that trains may be writing the last one
         return pd.DataFrame([json.loads(line) for line in _Tail(self.directory / name).read()])
 
     def __repr__(self) -> str:
@@ -80,10 +81,10 @@ class Result:
 def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     """Train as `dpo train` does, under a progress bar.
 
-    `keys` are `{"loss": "dpo", "loss.beta": 0.1}`, or what a command line has, `"loss=dpo loss.beta=0.1"`. `data`, in
-    place of the key `datasets`, is a path, or has the rows of docs/formats.md: a list of mappings, a `DataFrame` or a
-    `datasets.Dataset`. Raises InputError for bad input, and RunError for a run that fails. If it is interrupted, the
-    run first saves a checkpoint.
+    `keys` is a mapping, `{"loss": "dpo", "loss.beta": 0.1}`, or the words of a command line as a list or a string,
+    `"loss=dpo loss.beta=0.1"`. `data` replaces the key `datasets`. It is a path, or rows as in docs/formats.md: a list
+    of mappings, a `DataFrame` or a `datasets.Dataset`. Raises InputError for bad input, and RunError if the run fails.
+    On an interrupt, the run saves a checkpoint before it ends.
     """
     if isinstance(keys, Mapping):
         overrides = [f"{key}={_write(value)}" for key, value in keys.items()]
@@ -92,17 +93,18 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     given = {parse_key(override): override for override in overrides}
     if data is None and not given.keys() & {"datasets", "experiment"}:
         raise InputError("there is no data: pass data=ROWS, or set the key datasets")
-    idle = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
-    if data is not None and idle:
-        raise InputError(f"data and {', '.join(idle)} exclude each other: use one")
+    other_data = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
+    if data is not None and other_data:
+        raise InputError(f"data and {', '.join(other_data)} exclude each other: use one")
     if isinstance(data, (str, Path)):
         overrides.append(f"datasets={_write([data])}")
     elif data is not None:
+        # whoever has a DataFrame has imported pandas
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             data = data.to_dict("records")
-        place = given.get("local_dirs")
-        stored = store_rows({"datasets": data, "local_dirs": place and PARSER.parse_override(place).value()})
-        if "dataset_sources" not in stored:
+        local_dirs = given.get("local_dirs")  # the whole override, such as "local_dirs=[runs]"
+        stored = store_rows({"datasets": data, "local_dirs": local_dirs and PARSER.parse_override(local_dirs).value()})
+        if "dataset_sources" not in stored:  # `store_rows` did not recognize `data` as rows
             raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
     if not given.keys() & {"exp_name", "experiment"}:
@@ -111,7 +113,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
 
 
 def _write(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides."""
+    """Write a value in the grammar of Hydra's overrides, so that the child's parser reads the same value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):
@@ -125,10 +127,13 @@ def _write(value: Any) -> str:
 
 
 def _train(overrides: Sequence[str]) -> Path:
-    """Train in a child process; show its messages, and its updates as a bar. Returns the run's directory."""
+    """Train in a child process, and return the run's directory.
+
+    Meanwhile the child's messages are shown, and its updates as a progress bar.
+    """
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
         output = _Tail(Path(folder, "output.txt"))
-        place = Path(folder, PLACE_FILE)
+        place = Path(folder, PLACE_FILE)  # holds the run's directory, once the child knows it
         metrics = None
         start = f"from dpo.api import _start; _start({os.getpid()}, {folder!r})"
         with output.path.open("wb") as file:
@@ -145,16 +150,16 @@ def _train(overrides: Sequence[str]) -> Path:
                 time.sleep(0.3)
                 has_ended = child.poll() is not None  # what it wrote before is read below
                 for line in output.read():
-                    if not line.startswith("update "):
+                    if not line.startswith("update "):  # the bar shows these
                         bar.write(line)
                 if metrics is None and place.exists():
                     metrics = _Tail(Path(place.read_text(encoding="utf-8"), "metrics.jsonl"))
                 if metrics is not None:
-                    report = metrics.path.with_name("preflight.json")
-                    if bar.total is None and report.exists():
-                        bar.total = read_json(report)["updates"]
+                    preflight = metrics.path.with_name("preflight.json")
+                    if bar.total is None and preflight.exists():
+                        bar.total = read_json(preflight)["updates"]
                     for line in metrics.read():
-                        bar.update(json.loads(line)["updates"] - bar.n)
+                        bar.update(json.loads(line)["updates"] - bar.n)  # it takes the increase
         except BaseException:
             child.terminate()
             child.wait()
@@ -168,28 +173,31 @@ def _train(overrides: Sequence[str]) -> Path:
 
 
 class _Tail:
-    """The complete lines of a file that grows, and may not exist yet."""
+    """Reads the complete lines of a file that grows, and that may not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.lines: list[str] = []
-        self._n_read = 0
+        self.lines: list[str] = []  # all that were read
+        self._end = 0  # byte where the last complete line ends
 
     def read(self) -> list[str]:
-        """The lines that are new."""
+        """Return the complete lines that were added since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            file.seek(min(self._n_read, file.seek(0, os.SEEK_END)))  # a resumed run truncates its logs
+            file.seek(min(self._end, file.seek(0, os.SEEK_END)))  # a resumed run truncates its logs
             *lines, unfinished = file.read().split(b"\n")
-            self._n_read = file.tell() - len(unfinished)
+            self._end = file.tell() - len(unfinished)
         new = [line.decode(errors="replace") for line in lines]
         self.lines += new
         return new
 
 
 def _start(parent: int, folder: str) -> None:
-    """Train in this process, which ends with its parent; tell by files in the folder where, or why it failed."""
+    """Train in this process, the child that `_train` starts, which ends when its parent does.
+
+    Files in `folder` tell the parent the run's directory, and why the run failed if it did.
+    """
     end_with_parent(parent, signal.SIGTERM)
     host.harden_stdio()
     end_on_stop_signals()

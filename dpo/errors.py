@@ -16,11 +16,14 @@ ADVICE_BY_WORDS = {  # what to do about errors of the system and of NCCL, by wor
 
 
 class InputError(ValueError):
-    """Bad input, in a sentence with value and fix; exit status 2. Others but RunError are bugs of ours."""
+    """Bad input, explained in one sentence with the value and the fix. Commands then exit with status 2.
+
+    An error that is neither this nor a RunError is a bug of ours.
+    """
 
 
 class RunError(RuntimeError):
-    """A failure that is no bug, with cause and fix; exit status 1."""
+    """A failure that is not a bug, explained with cause and fix. Commands then exit with status 1."""
 
 
 class NonFinite(RunError):
@@ -51,11 +54,14 @@ class WarningLine(str):
 
 
 def one_sentence(error: BaseException) -> str:
-    """An error's message on one readable line without lone surrogates and secrets, or its class."""
+    """Return an error's message as one line, and what to do about it if we know.
+
+    Secrets are redacted, lone surrogates escaped, and long messages cut. An empty message becomes the error's class.
+    """
     if is_disk_full(error):
         return "the disk is full"
     words = str(error).split()
-    if isinstance(error, LookupError) or not words:  # as in KeyError: 'missing'
+    if isinstance(error, LookupError) or not words:  # the message of a KeyError is only the key
         words.insert(0, type(error).__name__)
     text = redact(" ".join(words))[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
     advice = find_advice(error)
@@ -64,11 +70,11 @@ def one_sentence(error: BaseException) -> str:
 
 def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
     """Return ": did you mean NAME?" if a name is similar to what was given, else ""."""
-    by_letters = {name.lower(): name for name in names}
+    by_lowercase = {name.lower(): name for name in names}
     given = given.lower()
-    swapped = [name for name in by_letters if sorted(name) == sorted(given)]  # such as dpo for dop
-    similar = swapped + difflib.get_close_matches(given, by_letters, n=1, cutoff=likeness)
-    written = [by_letters[name] for name in dict.fromkeys(similar)]
+    swapped = [name for name in by_lowercase if sorted(name) == sorted(given)]  # such as dpo for dop
+    similar = swapped + difflib.get_close_matches(given, by_lowercase, n=1, cutoff=likeness)
+    written = [by_lowercase[name] for name in dict.fromkeys(similar)]  # each once
     return f": did you mean {' or '.join(written)}?" if written else ""
 
 
@@ -81,7 +87,7 @@ def find_advice(error: BaseException) -> str | None:
 
 @contextmanager
 def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
-    """Replace `errors` by what `make` returns for their message."""
+    """Replace errors of the class or classes `errors` by what `make` returns for their message."""
     try:
         yield
     except errors as error:
@@ -95,7 +101,11 @@ def needing(package: str) -> AbstractContextManager:
 
 @contextmanager
 def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
-    """Replace what a library raises, but not explained errors, or those of a GPU's memory or another process."""
+    """Replace an error that a library raises by what `make` returns for it.
+
+    Errors that are already explained, a lack of memory and the failure of another process pass unchanged, as callers
+    handle them.
+    """
     try:
         yield
     except Exception as error:
@@ -114,7 +124,8 @@ def is_memory_error(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
-    # the libraries that write tensors have errors of their own, torch's often without the cause
+    # 27: EFBIG, 28: ENOSPC, 122: EDQUOT. The libraries that write tensors have errors of their own: Rust's "os error",
+    # and torch's "unexpected pos", often without the cause.
     return bool(re.search(r"\[Errno (27|28|122)\]|\(os error (27|28)\)|unexpected pos", str(error)))
 
 
@@ -130,5 +141,5 @@ def explaining_full_disk() -> Iterator:
 
 def is_lost_contact(error: BaseException) -> bool:
     """Whether a collective or the store failed, probably because another process did."""
-    classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
+    classes = {base.__name__ for base in type(error).__mro__}  # by name, as importing torch takes seconds
     return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source

@@ -1,17 +1,19 @@
+"""Numbers as text, for people."""
+
 import math
 
 MINUS = "\N{MINUS SIGN}"
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """A number of `digits` significant digits, without an exponent if it is large."""
+    """Write a number with `digits` significant digits; a larger one in full, as in `12,345`, and without exponent."""
     if abs(value) >= 10**digits:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """A number with a true minus sign; "unknown" if it is not finite."""
+    """Write a number as `compact` does, but with a true minus sign; "unknown" if it is not finite."""
     if not math.isfinite(value):
         return "unknown"
     text = compact(value, digits)
@@ -23,7 +25,7 @@ def signed(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, with a decimal near 0 and 1."""
+    """Write a share, a number from 0 to 1, in percent, with a decimal near 0 and 1."""
     if not math.isfinite(share):
         return "unknown"
     has_decimal = 0.99 < share < 0.9995 or 0.0005 <= share < 0.01
@@ -34,6 +36,6 @@ def percent(share: float) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """A number with its noun, such as `1 update` and `2,048 updates`."""
+    """Write a number with its noun, such as `1 update` or `2,048 updates`."""
     noun = one if n == 1 else many or f"{one}s"
     return f"{n:,.0f} {noun}"

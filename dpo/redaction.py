@@ -16,6 +16,7 @@ SECRET_KEY = re.compile(
     r"(^|_)(api_?keys?|key|key_id|token|pat|credentials?|bearer|auth|pass)$|(secrets?|passwords?|passwd|passphrase)$",
     re.IGNORECASE,
 )
+# special tokens of a tokenizer, which are no secrets although SECRET_KEY matches them
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # Searched in texts of others, so each takes a time that grows no faster than the text: no run of characters is searched
@@ -27,8 +28,9 @@ URL_SECRETS = re.compile(
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
-REMEMBERED: set[str] = set()  # secrets that were read at other places than `_list_secrets` knows
+REMEMBERED: set[str] = set()  # secrets from places where `_list_secrets` does not look
 MIN_SECRET = 8  # characters; a shorter value may be an ordinary word
+# OmegaConf's reference to a value, which names a secret but does not contain it
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
@@ -41,7 +43,7 @@ def is_secret(name: Any) -> bool:
 
 
 def _list_secrets() -> Iterator[str]:
-    """The secrets of the environment, of the files of `hf auth login` and `wandb login`, and those remembered."""
+    """Yield the secrets in the environment and in the files of `hf auth login` and `wandb login`, and REMEMBERED."""
     yield from REMEMBERED
     yield from (secret for name, secret in os.environ.items() if is_secret(name))
     home = os.path.expanduser("~")
@@ -58,29 +60,34 @@ def _list_secrets() -> Iterator[str]:
 
 @lru_cache(8)
 def _read_secrets(file: str, changed: int) -> list[str]:
-    """Read a token alone on its line, the values of an INI file, or the passwords of a netrc file."""
+    """Read a token alone on its line, the values of an INI file, or the passwords of a netrc file.
+
+    `changed` is the file's time of modification: the cache reads a file again after a new login.
+    """
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
 
 
 def shorten(value: Any) -> str:
-    """The beginning of a value's representation, for a message."""
+    """Return the beginning of a value's `repr`, without secrets, for a message."""
     return redact(repr(value))[:80]
 
 
 @lru_cache(1000)
 def _list_forms(secret: str) -> list[str]:
-    """A secret as messages, JSON, URLs and pages write it, the longest first."""
-    # repr escapes a quote if there are quotes of both kinds
+    """Return a secret as messages, JSON, pages and URLs write it, the longest first, as it may contain the others."""
     forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret), " ".join(secret.split())}
     forms.add(quote(secret, safe="", errors="surrogateescape"))
+    # repr escapes a quote if there are quotes of both kinds, some writers of JSON escape a slash
     forms |= {form.replace(character, f"\\{character}") for form in forms for character in "'/"}
     return sorted(forms, key=len, reverse=True)
 
 
 def redact(value: Any) -> Any:
-    """Replace by REDACTED: values of keys named like a secret (KEY=VALUE in texts too), secrets of this machine's
-    environment and logins, and credentials in URLs. Before a text is cut, as what is left of a secret is not found.
+    """Replace likely secrets in a text, or in a tree of dicts and lists, by REDACTED.
+
+    These are the values of keys named like a secret (in a text KEY=VALUE), the secrets of this machine's environment
+    and logins, and credentials in URLs. Redact a text before you cut it: a part of a secret is not found.
     """
     if isinstance(value, dict):
         redacted = {}

@@ -45,11 +45,11 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
     """Pad at the end of `dim`, unless the tensor is long enough."""
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    if shape[dim] <= 0:
+    padding_shape = list(tensor.shape)
+    padding_shape[dim] = length - tensor.shape[dim]
+    if padding_shape[dim] <= 0:
         return tensor
-    return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)
+    return torch.cat([tensor, tensor.new_full(padding_shape, pad_value)], dim=dim)
 
 
 def formatted_dict(d: Mapping) -> dict:

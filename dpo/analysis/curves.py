@@ -1,4 +1,4 @@
-"""Curves of runs: every update is a thin line under the running mean, evaluations are circles."""
+"""Curves of runs: a thin line through every update, a thick one of their running mean, and markers of evaluations."""
 
 import io
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ STYLE = [
         "axes.spines.right": False,
     },
 ]
-LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # for means and evaluations, by metric
+LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # (line of means, marker of evaluations) for a chart's metrics
 
 
 class Chart(NamedTuple):
@@ -63,7 +63,7 @@ class Line(NamedTuple):
 
 
 def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Yield the charts of which there are values, with their lines; not of losses that cannot be compared."""
+    """Yield each chart that has values, with its lines. Runs with different losses get no chart of the loss."""
     has_one_loss = len({run.objective.name for run in runs}) == 1
     for chart in CHARTS:
         lines = []
@@ -73,7 +73,7 @@ def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
                 updates = run.train.points(metric.replace("SPLIT", "train"))
                 label = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
                 color = k
-                if len(runs) > 1:
+                if len(runs) > 1:  # then colors tell runs apart, and styles metrics
                     label = f"{run.name} {label}".strip()
                     color = i
                 if len(updates[1]) or len(evaluations[1]):
@@ -83,12 +83,12 @@ def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
 
 
 def draw_charts(runs: list[LoggedRun]) -> list[tuple[str, bytes]]:
-    """Draw what `plan_charts` yields; return the titles, each with a PNG."""
+    """Draw the charts that `plan_charts` yields, and return (title, PNG) of each."""
     return [(chart.title, _draw(chart, lines)) for chart, lines in plan_charts(runs)]
 
 
 def _draw(chart: Chart, lines: list[Line]) -> bytes:
-    """Draw a chart as a PNG; without pyplot no window opens, and no global state changes."""
+    """Draw a chart as a PNG. Pyplot is not used, as it could open a window, and keeps every figure in memory."""
     with needing("matplotlib"):
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -103,15 +103,15 @@ def _draw(chart: Chart, lines: list[Line]) -> bytes:
             style, marker = LINE_STYLES[line.style]
             examples, values = line.updates
             point = "."
-            if len(values) >= 8:  # fewer are the curve themselves
+            if len(values) >= 8:  # fewer are drawn as they are, each with a point
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 point = ""
-                window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes it odd
-                # the running mean, whose windows are cut at both ends
+                window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd
+                # the running mean: sums over windows, divided by how many values they have, which is fewer at the ends
                 values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
             if len(values):
                 axis.plot(examples, values, color=color, linestyle=style, marker=point, label=label)
-                label = None  # a line is once in the legend
+                label = None  # so that the legend does not name the evaluations too
             axis.plot(
                 *line.evaluations,
                 color=color,
@@ -127,7 +127,7 @@ def _draw(chart: Chart, lines: list[Line]) -> bytes:
         if chart.baseline is not None:
             axis.axhline(chart.baseline, color="gray", linewidth=0.8)
         elif len(values) and values.min() > 0 and values.max() > 20 * np.median(values):
-            axis.set_yscale("log")
+            axis.set_yscale("log")  # or a few large values would flatten all others
         if chart.in_percent:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))

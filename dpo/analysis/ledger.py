@@ -62,13 +62,17 @@ def write_parquet(run_dir: Path) -> None:
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
     table = read_ledger(run_dir)
-    with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:  # Arrow's paths must be UTF-8
+    # opened by Python, as Arrow opens only paths in UTF-8
+    with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:
         recurring = ["example", "dataset", "split"]
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
-    """Return all rows so far, in one chunk, so that a file made of them does not depend on the appends."""
+    """Return all rows so far. They are in one chunk, as a file written from several would depend on the appends.
+
+    Raises InputError for a directory without a ledger.
+    """
     check_exists(run_dir)
     if not (run_dir / STREAM).exists():
         raise InputError(f"{run_dir} has no {STREAM}: pass the directory of a run with ledger=true")
@@ -76,14 +80,17 @@ def read_ledger(run_dir: Path) -> pa.Table:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """Find where the last append within the first `size` bytes ends; 0 if the stream does not begin like a ledger."""
+    """Return the byte where the last append within the first `size` bytes ends; 0 for a file that is not a ledger."""
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
     return 0
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
-    """Yield no rows and the byte where the schema ends, then the rows of each complete append and where it ends."""
+    """Yield each complete append as (rows, byte where it ends). The first one is the schema, without rows.
+
+    An append that is unfinished or damaged ends the iteration. Raises InputError if the schema is not a ledger's.
+    """
     check_readable(stream)
     with stream.open("rb") as file:
         with explaining_library(lambda why: InputError(f"{stream} cannot be read as a ledger: {one_sentence(why)}")):
@@ -95,7 +102,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             try:
                 batch = reader.read_next_batch()
                 batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
-            except Exception as error:  # Arrow raises anything at the end or for damage, also a MemoryError
+            except Exception as error:  # Arrow raises many classes at the end or for damage, also a MemoryError
                 if isinstance(error, OSError) and error.errno is not None:  # the system's own; Arrow's have no errno
                     raise
                 return
@@ -103,7 +110,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
 
 
 class PairHistory(NamedTuple):
-    """A pair over its visits after the first update; earlier margins are 0 or rounding errors."""
+    """A pair's visits after the first update. Earlier ones are left out: their margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -122,13 +129,16 @@ class LedgerSummary(NamedTuple):
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again whose margin was never above 0
-    never_flipped: list[PairHistory]
+    never_flipped: list[PairHistory]  # at most `top` of them, as below, the most wrong first
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[PairHistory]
 
 
 def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Find pairs that were always ranked wrong; ties, and visits before the first update, tell nothing of a pair."""
+    """Find pairs that were ranked wrong at every visit; each list of them has at most `top`.
+
+    Ties, and visits before the first update, do not count, as they tell nothing of a pair.
+    """
     margins = table["margin"].to_numpy()
     updates = table["update"].to_numpy()
     is_train = pc.equal(table["split"], "train").to_numpy()
@@ -141,10 +151,10 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
 
     # margins grow while training, so each is compared with the margins of its period and split
-    [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # (visits,)
+    [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of those that count, (visits,)
     margins = margins[rows]
     last_update = updates.max(initial=1)
-    # equal parts of the run's updates, apart for training and evaluation
+    # at most ten equal parts of the run's updates; odd numbers are training, even ones evaluation
     periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
@@ -158,6 +168,7 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         visits = visits.append_column(name, pa.array(values))
     statistics = [("margin", function) for function in ("count", "max", "first", "last")]
     statistics += [("relative", "mean"), ("row", "first")]
+    # "first" and "last" need the rows in order, which threads would not keep
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
     wrong = pairs.filter(pc.field("margin_max") <= -rounding)
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
@@ -177,14 +188,15 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
+    """Make the histories of pairs from their statistics, and from their first rows in the ledger."""
     histories = []
     for pair in pairs.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()
         texts = None
         scores = None
-        if row["tie"] is not None:
+        if row["tie"] is not None:  # a pair that the policy drew
             texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
             scores = (row["score_chosen"], row["score_rejected"])
-        margins = (pair["margin_count"], pair["margin_first"], pair["margin_last"], pair["relative_mean"])
-        histories.append(PairHistory(row["example"], row["dataset"], row["split"], *margins, texts, scores))
+        statistics = (pair["margin_count"], pair["margin_first"], pair["margin_last"], pair["relative_mean"])
+        histories.append(PairHistory(row["example"], row["dataset"], row["split"], *statistics, texts, scores))
     return histories

@@ -1,4 +1,4 @@
-"""The report, one file whose texts are escaped and that runs no code, as samples and settings come from others.
+"""The report, a page in one file. Samples and settings come from others, so its texts are escaped, and it runs no code.
 
 A run starts `python -m dpo.analysis.page RUN OUT` at its end; `dpo report` is for people.
 """
@@ -28,7 +28,7 @@ PAGE_FOLDER = Path(__file__).parent
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
 ABSENT = "\N{EN DASH}"
 NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")
-HELD_OUT = {  # results by what they are: the metric, +1 (higher is better) or -1, and how it is written
+HELD_OUT = {  # results by their label: the metric, +1 (higher is better) or -1, and the function that writes it
     "Held-out score": ("online_eval/score", +1, figure),
     "Win rate": ("online_eval/win_rate", +1, percent),
     "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
@@ -62,7 +62,10 @@ def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
 
 
 def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, str]] = ()) -> bytes:
-    """Return the page of a run, or of several compared; `links` are the names and addresses of other pages."""
+    """Return the page of a run, or of several compared, as HTML.
+
+    `pictures` are (title, PNG), and `links` (name, address) of other pages.
+    """
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
         "several": len(runs) > 1,
@@ -75,18 +78,19 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
 
 
 def fill_template(file: Path, context: dict) -> bytes:
-    """Fill in a template, which may include files beside it and the report's; texts are escaped."""
+    """Fill in a template, and escape its texts. It may include files beside it, and those beside the report's."""
     loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template(file.name).render(context).encode("utf-8", "replace")
 
 
 def _describe_run(run: LoggedRun) -> dict[str, Any]:
-    """Return what the page of one run shows."""
+    """Return the template's variables for the page of one run."""
     findings = find_all(run)
     n_warnings = len(run.warnings) + sum(rule.level == WARNING for rule, _ in findings)
     warned = count(n_warnings, "warning") if n_warnings else "No warnings"
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
+    # all but the first need a checkpoint
     commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
     return {
         "title": run.name,
@@ -101,7 +105,7 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
 
 
 def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
-    """Return what the page of several runs shows."""
+    """Return the template's variables for the page of several runs."""
     results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
     columns = list(dict.fromkeys(chain(*results)))  # each once, in order
     rows = []
@@ -124,7 +128,7 @@ def _list_warnings(run: LoggedRun) -> list[str]:
 
 
 def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
-    """Return the results of a run by name, each as a value and a remark."""
+    """Return the results of a run by label, each as (value, remark); a remark may be ""."""
     results = {}
     for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
@@ -133,6 +137,7 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
             results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
     results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
     speeds = run.train["examples_per_second"]
+    # a sum over updates, each of which took batch_size / speed
     seconds = float((number(run.setting("batch_size")) / speeds[speeds > 0]).sum())
     if seconds > 0:
         results["Time of updates"] = str(timedelta(seconds=round(seconds))), ""
@@ -147,7 +152,10 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
 
 
 def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
-    """Return cards by heading, each as (prompt, texts), each text as (role, label, text)."""
+    """Return cards by heading. A card is (prompt, texts), and each text (role, label, text); its role gives its color.
+
+    A prompt is a text, or a list of turns if the sample recorded them.
+    """
     answers = []
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
@@ -172,7 +180,10 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
 
 
 def list_settings(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
-    """Return settings that differ: between runs, or one run's from the defaults."""
+    """Return (key, values of the runs as text) of the settings that differ between runs.
+
+    Of one run, these are the settings that differ from its loss's defaults.
+    """
     configs = [dict(dotted(run.config)) for run in runs]
     compared = configs
     if len(runs) == 1:

@@ -1,4 +1,7 @@
-"""The report's rules; a condition returns the numbers that it is about, or "" if it does not hold."""
+"""The report's rules.
+
+The condition of a rule is a function that returns the numbers to show, as text, or "" if it does not hold.
+"""
 
 import math
 import zlib
@@ -37,47 +40,48 @@ def find_skipped_updates(run: LoggedRun) -> str:
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])
-    if run.state == "aborted":
+    if run.state == "aborted":  # on an update that was not logged
         skipped.append(run.last_nonfinite)
     return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 
 
 def find_collapse(run: LoggedRun) -> str:
-    """Half of the last 16 losses are 5 times the first (at least 0.5), and margins do not grow."""
+    """The median of the last 16 losses exceeds the first loss by 4 times its size, or by 2, and margins do not grow."""
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
     margins = run.train["rewards_train/margins"][is_finite]
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
     if len(losses) < 16 or run.objective.needs_squares:
         return ""
-    first = losses[0]
+    first_loss = losses[0]
     first_margin = margins[0]
-    if run.eval.has("loss/eval") and run.eval["examples"][0] == 0:
-        first = run.eval["loss/eval"][0]
+    if run.eval.has("loss/eval") and run.eval["examples"][0] == 0:  # over more examples than one update has
+        first_loss = run.eval["loss/eval"][0]
         first_margin = run.eval["rewards_eval/margins"][0]
-    now = np.median(losses[-16:])
-    grows = margins[-16:].mean() > first_margin  # false without pairs
-    if grows or now <= first + 4 * max(abs(first), 0.5):
+    loss_now = np.median(losses[-16:])
+    margin_grows = margins[-16:].mean() > first_margin  # false without pairs
+    if margin_grows or loss_now <= first_loss + 4 * max(abs(first_loss), 0.5):
         return ""
-    return f"loss/train {figure(now)} now, {figure(first)} at the start"
+    return f"loss/train {figure(loss_now)} now, {figure(first_loss)} at the start"
 
 
-def list_changes(changes: dict[str, float]) -> str:
+def describe_changes(changes: dict[str, float]) -> str:
     sides = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
     return f"change of held-out log-probabilities per token: {sides}"
 
 
 def find_chosen_fall(run: LoggedRun) -> str:
-    """Chosen responses lost more than the margin grew, and a tenth of a nat a token, or half a nat."""
+    """Chosen responses lost more than half a nat per token, or more than a tenth and more than the margin grew."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or not run.objective.margin_only:
         return ""
     fall = -changes["chosen"]
-    margin = changes["chosen"] - changes["rejected"]
-    return list_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else ""
+    margin_growth = changes["chosen"] - changes["rejected"]
+    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin_growth) else ""
 
 
 def find_chance(run: LoggedRun) -> str:
+    """The 95 % interval of the held-out accuracy ends below 0.55."""
     accuracy = run.eval.last(EVAL_ACCURACY)
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
         return ""
@@ -89,6 +93,7 @@ def find_chance(run: LoggedRun) -> str:
 
 
 def find_overfitting(run: LoggedRun) -> str:
+    """The held-out loss is a tenth above its lowest, and at least 0.02, while the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
     before, now = run.means_at_ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
@@ -102,17 +107,18 @@ def find_overfitting(run: LoggedRun) -> str:
 
 def find_better_checkpoint(run: LoggedRun) -> str:
     """The checkpoint BEST scored better on held-out examples than the last evaluation."""
-    name, sign = run.objective.best
+    metric, sign = run.objective.best
     if run.eval.has(HELD_OUT_SCORE):
-        name, sign = HELD_OUT_SCORE, +1
-    examples, values = run.eval.points(name)
-    at_best = values[examples == run.best]  # a resumed run may have evaluated there again
+        metric, sign = HELD_OUT_SCORE, +1
+    examples, values = run.eval.points(metric)
+    at_best = values[examples == run.best_at]  # several if a resumed run evaluated there again
     if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
         return ""
-    return f"{name} {figure(at_best[-1])} at {count(run.best or 0, 'example')}, {figure(values[-1])} at last"
+    return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
 
 
 def find_missing_effect(run: LoggedRun) -> str:
+    """The whole run stayed below its lr, or neither held-out log-probabilities nor answers changed."""
     if run.state != "complete":
         return ""
     peak = number(run.setting("lr"))
@@ -121,15 +127,15 @@ def find_missing_effect(run: LoggedRun) -> str:
     if 0 < largest < 0.999 * peak and not is_scaled:
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
-    if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:
+    if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:  # unmeasured changes may be large
         return ""
     if any(before != now for _, before, now in run.compared_answers()):
         return ""
-    return list_changes(changes)
+    return describe_changes(changes)
 
 
 def find_clipping(run: LoggedRun) -> str:
-    """Clipping matters only to optimizers whose steps grow with the gradient."""
+    """Nine in ten gradients are clipped. This matters only to optimizers whose steps grow with the gradient."""
     limit = number(run.setting("max_grad_norm"))
     _, norms = run.train.points("grad_norm")
     if run.setting("optimizer") in STEPS_OF_LR or len(norms) < FEWEST_UPDATES:
@@ -139,37 +145,38 @@ def find_clipping(run: LoggedRun) -> str:
 
 
 def is_broken(text: str) -> bool:
-    """Empty, or repeating itself: English compresses to half its size, a repeated sentence to a fifth."""
+    """Whether a text is empty or repeats itself: prose compresses to half its size, a repeated sentence to a fifth."""
     content = text.strip().encode("utf-8", "replace")
     return not content or (len(content) >= 200 and len(zlib.compress(content)) < 0.25 * len(content))
 
 
 def find_broken_samples(run: LoggedRun) -> str:
-    """A tenth of the samples are, and twice as many as of those that they are compared with; or all are."""
+    """A tenth of the samples are broken, and twice as many as of the texts they are compared with; or all are."""
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
     n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
-    if not n_policy or n_policy < 0.1 * len(samples) or len(samples) > n_policy < 2 * n_other:
+    is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_other
+    if not n_policy or (is_usual and n_policy < len(samples)):
         return ""
     return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
 
 
 def find_length_change(run: LoggedRun) -> str:
-    """Samples are longer, or shorter, than others to the same prompts, by half and by more than chance."""
-    lengths = []  # in words
+    """Samples are longer or shorter by half than the reference's or the first, and more often than by chance."""
+    lengths = []  # numbers of words in a sample and in the text it is compared with
     for sample, _, other in run.compared_samples():
         n_words = [len(text.split()) for text in (sample["policy"], other or "")]
         if min(n_words) > 0:
             lengths.append(n_words)
     if not lengths:
         return ""
-    after, before = np.mean(lengths, axis=0)
-    shorter, longer = sorted([after, before])
-    n_longer = np.sign(np.subtract(*np.transpose(lengths))).sum()
+    after, before = np.transpose(lengths)
+    shorter, longer = sorted([after.mean(), before.mean()])
+    surplus = np.sign(after - before).sum()  # how many samples are longer, minus how many are shorter
     by_chance = 2 * math.sqrt(len(lengths))  # two standard errors of a sign test
-    if longer < max(1.5 * shorter, shorter + 5) or abs(n_longer) < by_chance:
+    if longer < max(1.5 * shorter, shorter + 5) or abs(surplus) < by_chance:
         return ""
-    return f"{figure(after)} words on average, of the reference or at first {figure(before)}"
+    return f"{figure(after.mean())} words on average, of the reference or at first {figure(before.mean())}"
 
 
 def find_faulty_examples(run: LoggedRun) -> str:
@@ -177,25 +184,26 @@ def find_faulty_examples(run: LoggedRun) -> str:
     counts = []
     for name in ("contradictory_pairs", "contradictory_labels", "empty_responses"):
         n = run.count(f"train.{name}")
-        if n >= 0.01 * n_examples > 0:
+        if n >= 0.01 * n_examples > 0:  # false for NaN, if a count was not recorded
             counts.append(f"{name} {n:,.0f} ({percent(n / n_examples)})")
     return ", ".join(counts)
 
 
 def find_length_bias(run: LoggedRun) -> str:
-    share = run.count("train.chosen_longer")
+    share = run.count("train.chosen_longer")  # NaN if not recorded, for which the comparison is false
     return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else ""
 
 
 def find_uneven_labels(run: LoggedRun) -> str:
     desirable = number(run.setting("loss.desirable_weight")) * run.count("train.desirable")
     undesirable = number(run.setting("loss.undesirable_weight")) * run.count("train.undesirable")
-    if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
+    if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:  # the ratio that KTO advises
         return ""
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
 def find_worse_answers(run: LoggedRun) -> str:
+    """The 95 % interval of the held-out win rate ends below one half."""
     n = n_evaluated(run, "prompts")
     rate = run.eval.last("online_eval/win_rate")
     if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
@@ -213,13 +221,14 @@ def find_length_growth(run: LoggedRun) -> str:
 
 
 def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
+    """A metric's mean over the last tenth of the updates is below `low` or above `high`."""
     _, value = run.means_at_ends(name)
     return f"{name} {figure(value)}" if value < low or value > high else ""
 
 
 class Rule(NamedTuple):
     title: str
-    condition: Callable[[LoggedRun], str]  # returns the numbers that it is about, or "" if it does not hold
+    condition: Callable[[LoggedRun], str]  # returns the numbers to show, or "" if it does not hold
     advice: str
     kinds: frozenset[str] = ANY  # kinds of data that it is for
     level: str = WARNING
@@ -273,7 +282,7 @@ RULES = (  # in the order of the page
 
 
 def find_all(run: LoggedRun) -> list[tuple[Rule, str]]:
-    """Return the rules that hold for a run, with the numbers."""
+    """Return the rules whose conditions hold for a run, each with its numbers as text."""
     kind = "online" if run.online else run.objective.trains_on
     found = []
     for rule in RULES:

@@ -1,4 +1,4 @@
-"""A run as read from its directory; what cannot be read is left out, and listed in its `problems`. Imports no torch."""
+"""A run as read from its directory. What cannot be read is left out, and listed in its `problems`. Imports no torch."""
 
 import json
 import math
@@ -19,6 +19,7 @@ from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, WARNINGS_FILE, is_locked
 
+# stands for a loss that the config does not tell; no rule assumes of it what only some losses do
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
@@ -42,23 +43,23 @@ class Log(dict):
         return bool(np.isfinite(self[name]).any())
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return examples and values where the metric is a number."""
+        """Return two arrays: the numbers of examples trained on, and the values of the metric where it is finite."""
         is_finite = np.isfinite(self[name])
         examples = self["examples"][is_finite]
         values = self[name][is_finite]
         if name.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
-            return examples[1:], values[1:]  # before training policy and reference are equal: all pairs tie
+            return examples[1:], values[1:]  # before training, policy and reference are equal, and all pairs tie
         return examples, values
 
     def last(self, name: str) -> float:
-        """Return the last value that is a number; NaN if there is none."""
+        """Return the last finite value; NaN if there is none."""
         _, values = self.points(name)
         return values[-1] if len(values) else math.nan
 
 
 @dataclass
 class LoggedRun:
-    """Content of a run's directory, without secrets in settings and environment."""
+    """What a run's directory contains, without secrets in settings and environment."""
 
     path: Path
     name: str
@@ -72,21 +73,22 @@ class LoggedRun:
     drawn: Sequence[dict] = ()  # prompts with scored answers, by the last updates
     answers: Sequence[dict] = ()  # the policy's most probable, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
-    best: int | None = None  # number of examples at the checkpoint that BEST names
+    best_at: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # how often each was printed
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or complete, still training, aborted (on NaN)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Look a setting up by its dotted key."""
+        """Look up a setting by its dotted key."""
         return look_up(self.config, key, default)
 
     def count(self, key: str) -> float:
-        """Look a number of preflight.json up by its dotted key; NaN if missing."""
+        """Look up a number of preflight.json by its dotted key; NaN if missing."""
         return number(look_up(self.preflight, key))
 
     @property
     def objective(self) -> Loss:
+        """The loss that the run minimizes; UNKNOWN_LOSS if its config does not tell."""
         config = self.setting("loss")
         if isinstance(config, dict) and config.get("name") in LOSSES:
             return find_loss(config)
@@ -98,6 +100,7 @@ class LoggedRun:
 
     @property
     def updates(self) -> int:
+        """The number of the last update that was logged, from 1; 0 before it."""
         return int(np.max(self.train.points("updates")[1], initial=0))
 
     @property
@@ -107,7 +110,10 @@ class LoggedRun:
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def means_at_ends(self, name: str) -> tuple[float, float]:
-        """Return means over the first and last tenth of the updates, at least ten; NaN without any."""
+        """Return a metric's mean over the first tenth of the updates, and over the last; NaN if it has no values.
+
+        A tenth is at least ten updates.
+        """
         _, values = self.train.points(name)
         if not len(values):
             return math.nan, math.nan
@@ -121,7 +127,10 @@ class LoggedRun:
         return [(prompt, before[prompt], answer) for prompt, answer in now.items() if prompt in before]
 
     def compared_samples(self) -> list[tuple]:
-        """Return (sample, label, text) of the newest samples; the text is the reference's, or the policy's first."""
+        """Return (sample, label, text) of the newest samples, where `text` is what to compare a sample with.
+
+        It is the reference's answer, else the policy's first one, and None without either; `label` says which.
+        """
         if not self.samples:
             return []
         compared = []
@@ -139,6 +148,7 @@ class LoggedRun:
 
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
+    """Look up a value in nested mappings by its dotted key, such as `loss.beta`."""
     for part in key.split("."):
         if not isinstance(mapping, dict) or part not in mapping:
             return default
@@ -148,8 +158,9 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
 def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
-    """Read a run; `ended` means that it has ended, although its process holds the lock.
+    """Read a run from its directory.
 
+    `ended` means that it has ended, although its process still holds the lock: at its end, a run reports on itself.
     Raises InputError for what is not a run.
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
@@ -170,21 +181,21 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     for entry in run.path.iterdir():
         if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):
             run.last_nonfinite = max(run.last_nonfinite, int(found[1]))
-    best = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
-    if best and (run.path / best[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
-        run.best = int(best[1])
+    found = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
+    if found and (run.path / found[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
+        run.best_at = int(found[1])
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.count("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
     elif not ended and is_locked(run.path):
         run.state = "still training"
-    elif run.last_nonfinite > run.updates:
+    elif run.last_nonfinite > run.updates:  # it was not logged, so the run did not go on after it
         run.state = "aborted"
     return run
 
 
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
-    """Read runs, each once; if two have the same name, all are called by their paths."""
+    """Read runs, each once. If two have the same name, every run's path becomes its name."""
     runs = {}
     for path in paths:
         run = read_run(path, ended=ended)
@@ -196,7 +207,7 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
 
 
 def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
-    """Read a file; if it cannot be read, note why among the run's problems, and return {}."""
+    """Read a file that holds a mapping. If it cannot be read, add why to the run's problems, and return {}."""
     try:
         value = read(run.path / name)
         if isinstance(value, dict):
@@ -211,7 +222,10 @@ def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
 
 
 def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
-    """Return the objects with these keys in a file, none if it does not exist; other lines are a problem."""
+    """Return the JSON objects of a file's lines that have all `keys`; [] if the file does not exist.
+
+    The number of other lines is added to the run's problems.
+    """
     file = run.path / name
     if not file.exists():
         return []
@@ -234,15 +248,15 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
 
 
 def describe_answers(record: dict) -> list[tuple]:
-    """Return (role, label, text) of the best answer, of others in order, and of the worst."""
+    """Return (role, label, text) of each answer to a prompt: the best, then the others in order, then the worst."""
     answers = record["completions"]
     best = record["best"]  # an index, as is `worst`
     worst = record["worst"]
     ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
-    if record.get("flipped") is True:  # a label drawn at random has preferred the worst
+    if record.get("flipped") is True:  # the label was drawn at random, and prefers the worst
         ranks = {worst: ("chosen", "worst, chosen"), best: ("rejected", "best, rejected")}
     described = []
-    for i in sorted(range(len(answers)), key=lambda i: (i != best, i == worst)):
+    for i in sorted(range(len(answers)), key=lambda i: (i != best, i == worst)):  # False sorts before True
         answer = answers[i]
         role, rank = ranks.get(i, ("other", "another"))
         label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"

@@ -10,7 +10,7 @@ from dpo.settings.keys import PRECISION
 EVAL_ACCURACY = "rewards_eval/accuracies"
 RAISE_LR = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
-# spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
+# the relative rounding error of each dtype, which is its spacing of numbers near 1
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
@@ -25,20 +25,24 @@ RESPONSES = {  # names of the two sides, by kind of example
 
 
 def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n examples."""
+    """Return Wilson's 95 % interval of a share of n examples."""
     middle = share + Z_95**2 / (2 * n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + (Z_95 / (2 * n)) ** 2)
     return (middle - half) / (1 + Z_95**2 / n), (middle + half) / (1 + Z_95**2 / n)
 
 
 def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
+    """Return how many held-out examples (or prompts, with `what`) an evaluation uses: as many as are set or exist."""
     n_wanted = number(run.setting("n_eval_examples", 256))
     n_available = run.count(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
 
 def n_effective(run: LoggedRun) -> float:
-    """Evaluated examples, where those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2."""
+    """Return how many independent examples an evaluation's examples are worth.
+
+    Those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2.
+    """
     n = n_evaluated(run)
     n_examples = run.count("test.examples")
     for name in ("test.effective_examples", "test.prompts"):
@@ -64,6 +68,7 @@ def describe_result(run: LoggedRun) -> str:
 
 
 def describe_change(run: LoggedRun) -> str:
+    """Say whether the model changed, by its answers and log-probabilities; "" if neither was recorded."""
     answers = run.compared_answers()
     n_answers = len(answers)
     n_differ = sum(before != now for _, before, now in answers)
@@ -71,8 +76,8 @@ def describe_change(run: LoggedRun) -> str:
     facts = []
     if n_answers:
         verb = "differ" if n_differ > 1 else "differs"
-        told = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
-        facts.append(f"{told} {verb} from those before training")
+        subject = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
+        facts.append(f"{subject} {verb} from those before training")
     if changes:
         names = RESPONSES[run.objective.trains_on]
         moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
@@ -86,7 +91,8 @@ def describe_change(run: LoggedRun) -> str:
         return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
-    if not n_answers and largest <= rounding and rounding > 1e-4:  # which may hide what small learning rates do
+    # so coarse a rounding may hide what small learning rates do
+    if not n_answers and largest <= rounding and rounding > 1e-4:
         return f"Whether the model changed cannot be told: {facts[0]}."
     advice = ""
     if not n_differ and changes and largest <= rounding:
@@ -103,9 +109,12 @@ def describe_change(run: LoggedRun) -> str:
 
 
 def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
-    """Return mean changes since the evaluation before the first update, by side, and their rounding."""
+    """Return by how many nats per token held-out responses changed on average, by side, and the rounding error.
+
+    The change is since the evaluation before the first update; a side without one is left out.
+    """
     changes = {}
-    size = 1.0  # nats per token
+    size = 1.0  # the larger log-probability per token of both sides, at least 1 nat
     for side in ("chosen", "rejected"):
         n_tokens = run.count(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
@@ -113,6 +122,7 @@ def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
             size = max(size, abs(logps[-1]) / n_tokens)
             changes[side] = (logps[-1] - logps[0]) / n_tokens
     dtypes = [str(run.setting(key)) for key in (*PRECISION, "model.policy_dtype")]
+    # log-probabilities are computed in these dtypes, and the coarsest rounds most
     return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
@@ -134,21 +144,21 @@ def _describe_scores(run: LoggedRun) -> str:
 
 
 def _describe_loss(run: LoggedRun) -> str:
-    """Compare losses at first and at last; SFT's, sums over tokens, are given per token."""
+    """Compare the first held-out loss with the last. A loss of SFT is given per token."""
     _, losses = run.eval.points("loss/eval")
     name = "loss"
-    few = ""
+    caveat = ""
     n_tokens = run.count("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
         name = "loss per token"
-        if run.setting("loss.average") != "mean":
+        if run.setting("loss.average") != "mean":  # it is a sum over tokens
             losses = losses / n_tokens
         if n_effective(run) < FEWEST:
-            few = TOO_FEW.format(count(n_evaluated(run), "target"), ENOUGH)
+            caveat = TOO_FEW.format(count(n_evaluated(run), "target"), ENOUGH)
     if losses[-1] == losses[0]:
-        return f"The held-out {name} is {figure(losses[-1])}{few}."
+        return f"The held-out {name} is {figure(losses[-1])}{caveat}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
-    return f"The held-out {name} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
+    return f"The held-out {name} {verb} from {figure(losses[0])} to {figure(losses[-1])}{caveat}."
 
 
 def _describe_pairs(run: LoggedRun) -> str:
@@ -170,20 +180,24 @@ def _describe_pairs(run: LoggedRun) -> str:
 
 def _describe_labels(run: LoggedRun) -> str:
     auc = run.eval.last("rewards_eval/auc")
-    share = n_effective(run) / run.count("test.examples")
+    effective_share = n_effective(run) / run.count("test.examples")  # of the held-out examples
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
-    n_desirable = run.count("test.desirable") * share
-    n_undesirable = run.count("test.undesirable") * share
+    n_desirable = run.count("test.desirable") * effective_share
+    n_undesirable = run.count("test.undesirable") * effective_share
     n = min(n_desirable, n_undesirable)
     if not n > 0:  # the counts are lost
         return f"{text}."
     counted = f"{n_desirable:,.0f} desirable and {n_undesirable:,.0f} undesirable responses"
-    # the variance of an AUC is at most that of a share of the rarer responses
+    # The variance of an AUC is at most that of a share of the n rarer responses, so its interval is theirs. Enough are
+    # half as many as of pairs, so 2 n is compared with the limits of pairs.
     return f"{text}{_compare_with_chance(share_interval(auc, n), 2 * n, counted, f'{ENOUGH // 2} of each')}."
 
 
 def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, enough: object = ENOUGH) -> str:
-    """Return a share's interval, and what it proves against chance."""
+    """Return a share's interval as text, and whether the share differs from that of chance, 0.5.
+
+    `counted` names the n examples, and `enough` a number that would do, where n are too few.
+    """
     if n < FEWEST:
         return TOO_FEW.format(counted, enough)
     low, high = interval

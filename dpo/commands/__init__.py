@@ -30,6 +30,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the first argument names, and return its exit status."""
     host.set_allocators(os.environ)  # before a command imports torch
     name, *rest = host.take_local_rank(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     host.harden_stdio()
@@ -59,7 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
-    """Let a command's function return its exit status, after one sentence about a failure that is no bug."""
+    """Make a command's function return its exit status: 0, 1 for a RunError, 2 for an InputError, 130 for Ctrl-C.
+
+    The message of such an error is printed; other errors are bugs, and keep their traceback.
+    """
 
     @functools.wraps(main)
     def run(arguments: list[str]) -> int:
@@ -85,7 +89,7 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_as(key: str) -> Callable[[str], Any]:
-    """Make a parser of the numbers that a key of the config may have."""
+    """Make a `type` for argparse that accepts the numbers that a key of the config accepts."""
 
     def parse(text: str) -> Any:
         for kind in (int, float):
@@ -121,7 +125,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:
-    """Add what no config can set: a file to be read, and the only option by which a command runs a model's code."""
+    """Add the options that no config can set.
+
+    They are a file to be read, and the only option that lets a command run a model's code.
+    """
     parser.add_argument("--chat-template", *template_names, metavar="FILE", help="instead of the run's own template")
     parser.add_argument(
         "--trust-remote-code",

@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
         command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
         # one thread, as with a model this small threads mostly wait for each other
-        options = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
-        if subprocess.run(**options, check=False).returncode:
+        process = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
+        if subprocess.run(**process, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
     samples = read_run(DEMO / "dpo").samples
     for n_examples in (0, samples[-1]["examples"]):

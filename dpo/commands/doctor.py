@@ -33,7 +33,10 @@ FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with
 
 
 def read_requirements() -> list[Requirement]:
-    """Read what the installed package and its extras need; in a clone that is not installed, what it always needs."""
+    """Read the requirements of the installed package and its extras.
+
+    In a clone that is not installed, these are only the ones without an extra.
+    """
     try:
         lines = requires("dpo-train") or []
     except PackageNotFoundError:
@@ -48,6 +51,7 @@ def check_packages() -> list[str]:
     installed = {"python": platform.python_version()}
     optional = []
     requirements = read_requirements()
+    # an extra that lacks a package is not in use, so the versions of its other packages do not matter
     unused_extras = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
     for requirement in requirements:
         name = requirement.name
@@ -67,7 +71,7 @@ def check_packages() -> list[str]:
 
 
 def list_problems() -> list[str]:
-    """Print what there is, and return what is wrong."""
+    """Print what packages and hardware there are, and return what is wrong with them."""
     problems = check_packages()
     total, available = host_memory()
     free = shutil.disk_usage(".").free
@@ -98,6 +102,7 @@ class Gpu(NamedTuple):
 
 
 def find_gpus() -> list[Gpu]:
+    """List the GPUs, after a matrix product on each."""
     import torch
 
     gpus = []
@@ -131,17 +136,17 @@ def find_links(n_gpus: int) -> Counter[str]:
 
 
 def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
-    """Recommend what to train with on such a machine."""
+    """Return lines that recommend what to train with on such a machine."""
     n = len(gpus)
     settings = "trainer=BasicTrainer"
-    key = "model.autocast"
+    dtype_key = "model.autocast"
     dtype = "float32"
     if n > 1:
         settings = f"trainer=FSDPTrainer world_size={n} batch_size={8 * n}"
-        key = "model.fsdp_policy_mp"
+        dtype_key = "model.fsdp_policy_mp"
     if gpus:
         dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
-        settings += f" {key}={dtype} model.reference_dtype={dtype}"
+        settings += f" {dtype_key}={dtype} model.reference_dtype={dtype}"
     lines = [f"recommended: dpo train {settings} ...", f"  {count(max(n, 1), 'process', 'processes')} in {dtype}"]
     if n > 1 and not all(link.startswith("NV") for link in links):
         lines.append(
@@ -172,6 +177,7 @@ def check_devices() -> None:
 
 
 def _sum(rank: int, backend: str, size: int, folder: str) -> None:
+    """Check in one of `size` processes that an all-reduce sums rightly; they meet at a file in `folder`."""
     import torch
     import torch.distributed as dist
 

@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> None:
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
     kind, _, file = (options.judge or "").partition(":")
-    if kind == "verdicts" and file:  # the command line goes before the options that the verdicts carry
+    # the options that verdicts carry become defaults, so that the same answers are drawn; the command line goes first
+    if kind == "verdicts" and file:
         for verdict in judges.read_verdicts(file).values():
             for name, value in verdict["drawn"].items():
                 if name in SAMPLING_OPTIONS and value is not None:
@@ -91,18 +92,17 @@ def main(arguments: list[str]) -> None:
 
 def judge_answers(options: Any, arguments: list[str]) -> None:
     """Draw the answers of both models, let the judge compare them, and write the result."""
-    models = load_pair(options)
-    source = models[0].path
-    folder = find_folder(options, source)
+    policy, other = load_pair(options)
+    folder = find_folder(options, policy.path)
     with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; choose another --out")):
         folder.mkdir(parents=True, exist_ok=True)
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     check_files(folder, kind)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
-    prompts = load_prompts(models[0], options)
-    sampling = models[0].choose_sampling(options)
-    pairs = answer_both(models, prompts, sampling, folder, options)
-    if judge is None:
+    prompts = load_prompts(policy, options)
+    sampling = policy.choose_sampling(options)
+    pairs = answer_both([policy, other], prompts, sampling, folder, options)
+    if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         words = ["verdicts:verdicts.jsonl" if word == "human" else word for word in arguments]
@@ -120,7 +120,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     if not scores:
         raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
     summary = summarize_verdicts(scores, lengths)
-    sentences = [summary.describe(models[0].name, models[1].name)]
+    sentences = [summary.describe(policy.name, other.name)]
     rates = {"Win rate": summary.rate}
     if summary.controlled:
         rates["Length-controlled win rate"] = summary.controlled
@@ -131,15 +131,17 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     if n_invalid:
         sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
     agreement = None
-    labelled = list_labelled(prompts, models[0].tokenizer)[: options.labelled]
-    if labelled and kind != "verdicts":
-        agreed = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
-        if agreed:
-            agreement = find_rate(np.array(agreed), np.random.default_rng(0))
-            sentences.append(f"On {count(len(agreed), 'labelled pair')} the judge agrees with the labels: {agreement}.")
+    labelled = list_labelled(prompts, policy.tokenizer)[: options.labelled]
+    if labelled and kind != "verdicts":  # a file has verdicts only on the answers that were drawn
+        # the chosen response comes first, so that 1 is agreement with the label
+        label_scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
+        if label_scores:
+            agreement = find_rate(np.array(label_scores), np.random.default_rng(0))
+            compared = count(len(label_scores), "labelled pair")
+            sentences.append(f"On {compared} the judge agrees with the labels: {agreement}.")
             rates["The judge's agreement with labels"] = agreement
     settings = {
-        "model": str(source.policy_file or options.model),
+        "model": str(policy.path.policy_file or options.model),
         "other": options.other,
         "judge": options.judge,
         "template": options.template if kind == "server" else None,
@@ -149,8 +151,8 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
         "made": f"{timestamp()} by dpo {__version__}",
     }
     facts = {
-        "policy": models[0].name,
-        "other": models[1].name,
+        "policy": policy.name,
+        "other": other.name,
         "settings": {key: redact(value) for key, value in settings.items() if value},
         "sentences": sentences,
         "rates": rates,
@@ -161,17 +163,18 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
 
 
 def find_folder(options: Any, source: ModelPath) -> Path:
+    """Return the directory of the results: --out, or `evaluation` in the model's run or else here."""
     if options.out:
         return options.out
     return (source.run_dir or Path()) / "evaluation"
 
 
 def load_pair(options: Any) -> list[LoadedModel]:
-    """Load the two models, with the names that the result calls them by."""
+    """Load the policy and the model that it is compared with, each with its name in the result."""
     trust = options.trust_remote_code
     models = load_for_generation(
         options.model,
-        reference="none" if options.other else None,
+        reference="none" if options.other else None,  # None: what the policy's training began from
         template=options.chat_template,
         trust_remote_code=trust,
     )
@@ -182,7 +185,7 @@ def load_pair(options: Any) -> list[LoadedModel]:
     names = [name_model(model.path) for model in models]
     if not options.other:
         names[1] = "its start"
-    elif names[0] == names[1]:
+    elif names[0] == names[1]:  # too brief to tell them apart
         names = [options.model, options.other]
     return [model._replace(name=name) for model, name in zip(models, names, strict=True)]
 
@@ -213,13 +216,13 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
 
 
 def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, folder: Path, options: Any) -> list[Pair]:
-    """Return the answers to all prompts that both models have positions for."""
+    """Return a pair of answers to each prompt that both models have positions for."""
     tokenizer = models[0].tokenizer
-    own = tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+    made_with = tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
     fitting = []
-    encoded = []  # for the first and the second model, by prompt
+    encoded = []  # a prompt's token ids for each model, by prompt
     for prompt in prompts:
-        tokens = [encode_for(model, prompt, own, n_new=options.max_new_tokens) for model in models]
+        tokens = [encode_for(model, prompt, made_with, n_new=options.max_new_tokens) for model in models]
         if None not in tokens:
             fitting.append(prompt)
             encoded.append(tokens)
@@ -227,7 +230,7 @@ def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, fo
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
         raise InputError("no prompt is left: choose others, or a smaller --max-new-tokens")
-    answers = []
+    answers = []  # to all prompts, by model
     for model, tokens in zip(models, zip(*encoded, strict=True), strict=True):
         answers.append(draw_answers(model, fitting, tokens, sampling, folder, batch_size=options.batch_size))
     questions = [write_turns(prompt, prompt.text, tokenizer) for prompt in fitting]
@@ -241,8 +244,9 @@ def run_lm_eval(options: Any) -> None:
     source = find_model(
         options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
     )
+    # lm-eval reads no policy.pt, but the export in a run's checkpoint
     model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
-    if (source.policy_file and not model.exists()) or "," in str(model):
+    if (source.policy_file and not model.exists()) or "," in str(model):  # lm-eval splits its arguments at commas
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
     arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
     if (model / "adapter_config.json").exists():

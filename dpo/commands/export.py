@@ -30,7 +30,7 @@ from dpo.system.host import is_installed
 from dpo.system.plain_files import has_form, read_json
 from dpo.system.run_directory import read_run_facts
 
-RUN_KEY = "dpo_run"  # the key in a card's metadata with the id of the run that made a repository
+RUN_KEY = "dpo_run"  # in the metadata of a model card: the id of the run that made the repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
 # patterns of the files that an export may have: weights, configs, tokenizer and code
 PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
@@ -78,12 +78,13 @@ def main(arguments: list[str]) -> None:
         if options.gguf:
             convert(folder, options.gguf, options.llama_cpp)
         if options.push:
-            run = read_run_facts(source.run_dir).get("run") if source.run_dir else None
-            complete_card(folder, source, run)
-            push(folder, options.push, run, public=options.public, may_overwrite=options.yes)
+            run_id = read_run_facts(source.run_dir).get("run") if source.run_dir else None
+            complete_card(folder, source, run_id)
+            push(folder, options.push, run_id, public=options.public, may_overwrite=options.yes)
 
 
 def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
+    """Write `model-KIND.gguf` beside an exported model; KIND is a type of the converter, such as q8_0."""
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} is an adapter, and llama.cpp's converter takes a whole model: pass --merge")
     file = folder / f"model-{kind}.gguf"
@@ -93,19 +94,19 @@ def convert(folder: Path, kind: str, llama_cpp: Path) -> None:
     print(f"converted {file}")
 
 
-def complete_card(folder: Path, source: ModelPath, run: str | None) -> None:
-    """Add the run's verdict and curves, and evaluations of this model, to its card."""
+def complete_card(folder: Path, source: ModelPath, run_id: str | None) -> None:
+    """Add to a model's card its run's id, verdict and curves, and what evaluations of the model say."""
     file = folder / "README.md"
     card = ModelCard.load(file)
-    card.data[RUN_KEY] = run
+    card.data[RUN_KEY] = run_id
     card.data.tags = [*(card.data.tags or []), "dpo-train"]
     if source.run_dir is not None:
-        record = read_run(source.run_dir)
-        texts = ["## Results", escape_markdown(describe_result(record))]
+        run = read_run(source.run_dir)
+        texts = ["## Results", escape_markdown(describe_result(run))]
         texts += map(escape_markdown, list_evaluations(source.run_dir, str(source.policy_file)))
         if is_installed("matplotlib"):
             (folder / "curves").mkdir(exist_ok=True)
-            for i, (title, png) in enumerate(draw_charts([record])):
+            for i, (title, png) in enumerate(draw_charts([run])):
                 (folder / "curves" / f"{i}.png").write_bytes(png)
                 texts.append(f"![{title}](curves/{i}.png)")
         card.text = "\n\n".join([card.text.rstrip(), *map(redact, texts)]) + "\n"
@@ -113,7 +114,7 @@ def complete_card(folder: Path, source: ModelPath, run: str | None) -> None:
 
 
 def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
-    """Yield what each evaluation of a run's model says."""
+    """Yield what each evaluation in a run's directory says of a model, whose policy.pt has the path `model`."""
     for file in sorted(run_dir.glob("evaluation/evaluation-*.json")):
         try:
             result = read_json(file)
@@ -127,10 +128,11 @@ def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
             yield " ".join([f"Judged by {judge}:", *map(str, result["sentences"])])
 
 
-def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrite: bool) -> None:
-    """Make the repository's model what the folder has: files of an earlier one, that readers could prefer, go.
+def push(folder: Path, name: str, run_id: str | None, *, public: bool, may_overwrite: bool) -> None:
+    """Upload an exported model to a repository of the Hub.
 
-    Raises InputError for a repository that something else than this run filled, unless `may_overwrite`.
+    Files of an earlier model are deleted there, as a loader could prefer them. Raises InputError for a repository that
+    something other than this run filled, unless `may_overwrite`.
     """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     print(f"these files go to {name} ({'public' if public else 'private'} if it is new):")
@@ -141,7 +143,7 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
         REMEMBERED.add(get_token() or "")
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
-        elif not may_overwrite and (run is None or _find_run(api, name) != run):
+        elif not may_overwrite and (run_id is None or _find_run_id(api, name) != run_id):
             raise InputError(f"{name} exists, and this run did not make it: choose another name, or pass --yes")
         elif public:
             print(f"{name} exists, and stays as private or public as it is: --public is for a new one")
@@ -150,8 +152,8 @@ def push(folder: Path, name: str, run: str | None, *, public: bool, may_overwrit
     print(f"pushed to {api.endpoint}/{name}")
 
 
-def _find_run(api: HfApi, name: str) -> str | None:
-    """Find the run that made a repository, by its card."""
+def _find_run_id(api: HfApi, name: str) -> str | None:
+    """Read the id of the run that made a repository from its card; None if it has none."""
     if not api.file_exists(name, "README.md"):
         return None
     card = hf_hub_download(name, "README.md", force_download=True)

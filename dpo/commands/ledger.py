@@ -19,7 +19,10 @@ LONGEST_TEXT = 300  # characters
 
 
 def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
-    """Find the texts of pairs in a run's data; InputError if that cannot be loaded."""
+    """Return {digest: {name: text}} of the pairs in a run's data whose digests are wanted.
+
+    Raises InputError if the data cannot be loaded.
+    """
     from dpo.data.examples import text_digest  # datasets and torch take seconds to import
     from dpo.data.preflight import load_data
     from dpo.settings.validation import read_plan
@@ -39,6 +42,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
 
 
 def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield the lines to print about pairs; `texts` has those of some, by the pair's digest."""
     for pair in pairs:
         line = (
             f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
@@ -50,6 +54,7 @@ def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> It
         yield line
         for name, text in texts.get(pair.example, {}).items():
             line = " ".join(text.split())
+            # a prompt's end is the question
             line = line[-LONGEST_TEXT:] if name == "prompt" else line[:LONGEST_TEXT]
             yield f"    {name:<9} {line}"
 

@@ -49,20 +49,20 @@ def main(arguments: list[str]) -> None:
 
 
 def list_runs(paths: list[Path]) -> list[Path]:
-    """List runs, and in place of a directory without one those inside."""
+    """List the directories of runs; a path that is not a run itself stands for the runs inside."""
     runs = []
     for path in paths:
         check_exists(path)
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
-        if not inside or (path / "metrics.jsonl").exists():
+        if not inside or (path / "metrics.jsonl").exists():  # a run itself, or a path that `read_runs` refuses
             inside = [path]
         runs += inside
     return runs
 
 
 def serve(paths: list[Path], port: int) -> None:
-    """Show the runs to browsers of this machine until Ctrl-C; InputError for what is not a run."""
-    draw_charts(read_runs(list_runs(paths)))
+    """Show the runs to browsers of this machine until Ctrl-C. Raises InputError for what is not a run."""
+    draw_charts(read_runs(list_runs(paths)))  # what cannot be shown is refused now, not at the first request
     drawing = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,7 +77,7 @@ def serve(paths: list[Path], port: int) -> None:
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]
-            pages = {"/": ("all", runs)}
+            pages = {"/": ("all", runs)}  # (name, runs that are shown), by address
             for number, run in enumerate(runs):
                 pages[f"/{number}"] = (run.name, [run])
             _, shown = pages.get(self.path, ("", []))

@@ -25,7 +25,7 @@ from dpo.settings.places import Source
 from dpo.system.plain_files import KeptLines
 
 ANSWERS = "answers.jsonl"
-ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that begins
+ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that file begins, as a pattern
 ANSWER_FORM = {"answer": str, "tokens": list, "ended": bool}
 
 
@@ -50,7 +50,10 @@ def hash_texts(*texts: str) -> str:
 
 
 def load_prompts(model: LoadedModel, options: Namespace) -> list[Prompt]:
-    """Draw at most `limit` prompts by the seed, from a file (docs/formats.md) or those that the run held out."""
+    """Draw at most `limit` prompts by the seed, and keep their order.
+
+    They come from the file `--prompts` (docs/formats.md), or else are those that the run held out.
+    """
     file = options.prompts
     if file is not None:
         rows = load_rows(Source(file), "test")
@@ -72,6 +75,7 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
     for prompt in prompts:
         texts = prompt.texts(0)
         if {"chosen", "rejected"} <= texts.keys():
+            # without token ids, which no judge reads
             chosen = Answer(texts["chosen"], (), ended=True)
             rejected = Answer(texts["rejected"], (), ended=True)
             pairs.append(Pair(prompt, write_turns(prompt, prompt.text, tokenizer), chosen, rejected))
@@ -82,9 +86,11 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
 
 
 def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
-    """Encode a prompt as in training if it was made with this tokenizer, else from its messages.
+    """Encode a prompt for a model: its text as in training, if that was made with the model's own tokenizer.
 
-    Returns None if the model has no positions for it and `n_new` tokens more. Raises InputError if it cannot be asked.
+    `tokenizer` is the one that the text was made with, or None. If it is not the model's, the prompt's messages are
+    written in the model's form. Returns None if the prompt and `n_new` tokens exceed the model's positions. Raises
+    InputError for a prompt that cannot be written.
     """
     text = prompt.text
     if tokenizer is not model.tokenizer:
@@ -104,8 +110,10 @@ def draw_answers(
     *,
     batch_size: int,
 ) -> list[Answer]:
-    """Return an answer to each prompt, new or kept in the folder's file; the longest are drawn first, so that memory
-    runs out at once or never.
+    """Return an answer to each prompt, either from the folder's file or drawn now and added to it.
+
+    `encoded` has the prompts' token ids. The longest prompts are answered first, so that memory runs out at once or
+    never.
     """
     kept = KeptLines(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model
@@ -120,6 +128,7 @@ def draw_answers(
     ):
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
+            # `batch` has the prompts' numbers, by which answers are drawn, so other batches draw the same
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
                 question = write_turns(prompts[i], prompts[i].text, loaded.tokenizer)

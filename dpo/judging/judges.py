@@ -18,7 +18,7 @@ from dpo.system.host import choose_device
 from dpo.system.plain_files import has_form, read_json
 
 TEMPLATES = Path(__file__).parent / "templates"
-# the end of a line with a verdict: the letter alone, as "a" is also an article, and perhaps a reason
+# the end of a line with a verdict: the winner and perhaps a reason; A and B must be capitals, as "a" is also an article
 VERDICT_END = (
     r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))"
     r"[^\w\n]*(?:\([^)\n]*\)|(?:because|as|since) .*)?[^\w\n]*$"
@@ -42,7 +42,10 @@ Judge = Callable[[list[Pair]], list[Verdict]]
 
 
 def make_scoring_judge(**online: Any) -> Judge:
-    """Judge by a reward model or a function of the user, as online training has them: the higher score wins."""
+    """Make a judge that scores each answer, so that the higher score wins.
+
+    `online` has keys of the config's section `online`, which name a reward model or a function of the user.
+    """
     plan = resolve({"online": {"name": "online", **online}})
     raise_problems([problem for problem in find_problems(plan) if problem.key.startswith("online.")])
     scorer = load_scorer(plan, choose_device(), rows=16)
@@ -64,7 +67,7 @@ def make_scoring_judge(**online: Any) -> Judge:
 
 
 def make_server_judge(server: Server, template: str) -> Judge:
-    """Ask a server about each pair in both orders, which count as one verdict."""
+    """Make a judge that asks a server about each pair in both orders, and makes one verdict of the two replies."""
 
     def judge(pairs: list[Pair]) -> list[Verdict]:
         questions = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
@@ -77,12 +80,13 @@ def make_server_judge(server: Server, template: str) -> Judge:
 
 def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
     texts = {"prompt": question, "a": a.text.strip(), "b": b.text.strip()}
+    # all at once, as a question or an answer may itself contain {a}
     return re.sub(r"\{(prompt|a|b)\}", lambda found: texts[found[1]], template)
 
 
 def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
     """Combine the replies on a pair that was shown in its order, and reversed."""
-    scores = []
+    scores = []  # of the answer that was shown as A
     for reply in (in_order, reversed_):
         if isinstance(reply, Exception):
             return Verdict(None, reason=str(reply))
@@ -90,19 +94,20 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
         if score is None:
             return Verdict(None, reason=f"no verdict in {reply[-200:]!r}")
         scores.append(score)
-    first, second = scores
-    is_flipped = {first, 1 - second} == {0, 1}
-    return Verdict((first + 1 - second) / 2, is_flipped, str(in_order).strip())
+    score = scores[0]
+    score_reversed = 1 - scores[1]  # there A was the second answer
+    is_flipped = {score, score_reversed} == {0, 1}
+    return Verdict((score + score_reversed) / 2, is_flipped, str(in_order).strip())
 
 
 def read_verdict(reply: str) -> float | None:
     """Return the score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
-    chosen = LABELLED_VERDICT.findall(reply) or re.findall(f"^{VERDICT_END}", reply.strip().rpartition("\n")[2])
-    return SCORES[chosen[-1].lower()] if chosen else None
+    winners = LABELLED_VERDICT.findall(reply) or re.findall(f"^{VERDICT_END}", reply.strip().rpartition("\n")[2])
+    return SCORES[winners[-1].lower()] if winners else None
 
 
 def read_template(name: str) -> str:
-    """Read one of ours by name, or a file; InputError if it lacks a place for the prompt or an answer."""
+    """Read one of our templates by name, or a file. Raises InputError if it lacks a place for one of the texts."""
     ours = {file.stem: file for file in sorted(TEMPLATES.glob("*.txt"))}
     problem = f"--template {name} is none of {', '.join(ours)}, and no file"
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
@@ -116,7 +121,7 @@ def read_template(name: str) -> str:
 
 
 def is_shown_swapped(pair: Pair) -> bool:
-    """Whether people see the second answer on the left."""
+    """Whether people see the second answer on the left: by chance, but always the same for a pair."""
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 
@@ -142,19 +147,19 @@ def read_verdicts(file: str) -> dict[str, dict]:
 
 
 def make_file_judge(file: str) -> Judge:
-    """Take the verdicts of a file."""
-    verdicts = read_verdicts(file)
+    """Make a judge that looks up the verdicts of a file; pairs that the file lacks get none."""
+    saved = read_verdicts(file)
 
     def judge(pairs: list[Pair]) -> list[Verdict]:
-        if verdicts and not verdicts.keys() & {pair.id for pair in pairs}:
+        if saved and not saved.keys() & {pair.id for pair in pairs}:
             raise InputError(f"the verdicts of {file} are on other answers: draw these again, with the same options")
-        judged = []
+        verdicts = []
         for pair in pairs:
             verdict = Verdict(None, reason="not judged")
-            if pair.id in verdicts:
-                score = SIDE_SCORES[verdicts[pair.id]["better"]]
-                verdict = Verdict(1 - score if is_shown_swapped(pair) else score)
-            judged.append(verdict)
-        return judged
+            if pair.id in saved:
+                left_score = SIDE_SCORES[saved[pair.id]["better"]]
+                verdict = Verdict(1 - left_score if is_shown_swapped(pair) else left_score)
+            verdicts.append(verdict)
+        return verdicts
 
     return judge

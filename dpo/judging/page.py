@@ -9,7 +9,7 @@ from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.system.plain_files import check_own, write_file
 
-# files of an evaluation, and how each begins; pairs were once known by `id`
+# files of an evaluation, and the pattern of how each begins; older versions wrote `id` in place of `pair`
 FORM = {  # where people judge
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
@@ -24,7 +24,7 @@ MOST_SHOWN = 100  # pairs on the page; the files have all
 
 
 def check_files(folder: Path, kind: str) -> None:
-    """Raise InputError if files of others would be replaced."""
+    """Raise InputError if a file that is not ours has the name of one that this kind of judge writes."""
     files = FORM if kind == "human" else RESULT
     for name, mark in files.items():
         check_own(folder / name.format(kind), mark)
@@ -33,13 +33,18 @@ def check_files(folder: Path, kind: str) -> None:
 def write_result(
     folder: Path, kind: str, facts: dict, numbers: dict, pairs: list[Pair], verdicts: list[Verdict]
 ) -> Path:
-    """Write the files of a result; return the page, on which losses come first, as they say most."""
+    """Write the files of a result, and return the page.
+
+    The page shows `facts`, and the pairs that the first model loses first, as they say most. The JSON file also has
+    `numbers`.
+    """
     words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
-    cards = []
+    cards = []  # (outcome, pair, verdict)
     lines = ""
     for pair, verdict in zip(pairs, verdicts, strict=True):
         cards.append((words.get(verdict.score, "wins in one order, ties in the other"), pair, verdict))
         lines += json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n"
+    # by score, without a verdict last
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
     page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
@@ -52,7 +57,8 @@ def write_result(
 def write_form(file: Path, pairs: list[Pair], drawn: dict) -> None:
     """Write a page on which people judge without knowing whose answer is on which side, and its pairs as JSON lines.
 
-    `drawn` has the options with which the answers were drawn; each verdict gets them.
+    `drawn` has the options with which the answers were drawn. The page saves them with each verdict, so that
+    `dpo evaluate --judge verdicts:FILE` finds the same answers.
     """
     rows = []
     for pair in pairs:

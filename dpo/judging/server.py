@@ -18,13 +18,14 @@ from dpo.judging.answers import hash_texts
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import KeptLines
 
-KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the first that is set is sent
+KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the value of the first that is set is sent
 # addresses of this machine; other names may lead elsewhere when they are looked up again
 THIS_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:|/|$)", re.IGNORECASE)
 N_TRIES = 4
 WAIT_SECS = 1.0  # doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
+# what a call may raise, and what reading a reply of another form may
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
 
 
@@ -38,8 +39,9 @@ class _NoRedirects(HTTPErrorProcessor):
 
 
 class Server:
-    """Asks one question per call, in parallel; replies are kept in a file, so that an interrupted evaluation goes on.
+    """Asks a server one question per call, with several calls at a time.
 
+    Replies are kept in a file, so that an interrupted evaluation goes on where it was.
     Raises InputError if the server cannot be used at all.
     """
 
@@ -49,9 +51,9 @@ class Server:
         self.timeout = timeout
         self._replies = KeptLines(cache, REPLY_MARK, {"reply": str})
         keys = [os.environ.get(name, "").strip() for name in KEY_VARIABLES]
-        self._key = next(filter(None, keys), "")
+        self._key = next(filter(None, keys), "")  # "" without any
         variables = " or ".join(KEY_VARIABLES)
-        if not re.fullmatch("[!-~]*", self._key):  # a header cannot hold others
+        if not re.fullmatch("[!-~]*", self._key):  # a header cannot hold other characters
             raise InputError(f"the key in {variables} has a space, line break or the like: set it without")
         REMEMBERED.add(self._key)
         if "@" in self.url:
@@ -70,8 +72,9 @@ class Server:
                 self.model = self._request("/models")["data"][0]["id"]  # the first that the server names
 
     def ask_all(self, questions: list[str]) -> list[str | Exception]:
-        """Return the reply to each question, or why there is none."""
-        first = [self._ask(question) for question in questions[:2]]  # before many calls fail for the same reason
+        """Return the reply to each question, or the error that tells why there is none."""
+        # two calls first, as what makes both fail would make all others fail too
+        first = [self._ask(question) for question in questions[:2]]
         if all(isinstance(reply, Exception) for reply in first):
             raise InputError(f"--judge {self.url} does not answer: {first[0]}")
         pool = ThreadPoolExecutor(self.parallel)
@@ -79,9 +82,10 @@ class Server:
             others = pool.map(self._ask, questions[2:])
             return first + list(tqdm.tqdm(others, total=len(questions), initial=len(first), desc="judging"))
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C no further call begins
 
     def _ask(self, question: str) -> str | Exception:
+        """Return the reply to a question, kept or new, or the error that tells why there is none."""
         key = hash_texts(self.url, self.model, question)
         if key not in self._replies.lines:
             message = {"role": "user", "content": question}
@@ -96,13 +100,17 @@ class Server:
         return self._replies.lines[key]["reply"]
 
     def _request(self, path: str, body: Any = None) -> Any:
+        """Return the JSON that the server sends for a path: by POST with a body, else by GET.
+
+        Tries again while the server is busy or cannot be reached; raises one of ERRORS if that does not help.
+        """
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         request = Request(self.url + path, body and json.dumps(body).encode(), headers)
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
-            status = 503  # unless a reply says another
+            status = 503  # as if busy, unless a reply has another status
             try:
                 status, content = self._fetch(request)
                 if status // 100 == 2:
@@ -114,10 +122,14 @@ class Server:
                 raise failure
             time.sleep(wait)
             wait *= 2
-        return None
+        return None  # never: the last try returns or raises
 
     def _fetch(self, request: Request) -> tuple[int, bytes]:
-        """Call in a thread that is abandoned when the time is up: a server may send a byte at a time for ever."""
+        """Return status and content of a reply.
+
+        The call is made in a thread, which is abandoned when the time is up: a server may send a byte at a time for
+        ever.
+        """
         future = Future()
 
         def work() -> None:

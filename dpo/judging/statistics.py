@@ -8,10 +8,10 @@ import numpy as np
 from dpo.analysis.verdict import FEWEST, share_interval
 from dpo.numbers import count, percent
 
-N_RESAMPLES = 10_000  # for the bootstrap; a tenth for fits, which take longer
+N_RESAMPLES = 10_000  # of the bootstrap; a tenth of them where a model is fitted to each, which takes longer
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
-FEWEST_ON_A_SIDE = 0.1  # share of prompts on which either answer is the longer one, for the same
-SMALLEST_SHOWN = 0.1  # difference from one half
+FEWEST_ON_A_SIDE = 0.1  # likewise the least share of prompts on which each model's answer is the longer one
+SMALLEST_SHOWN = 0.1  # a win rate's difference from one half that users should be able to see
 DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
 
 
@@ -37,6 +37,7 @@ class Summary(NamedTuple):
     controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
 
     def describe(self, name: str, other: str) -> str:
+        """Say in sentences who wins how often, and how far the number of prompts can tell."""
         counts = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{counts} against {other}: win rate {self.rate}. "
         more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
@@ -52,7 +53,10 @@ class Summary(NamedTuple):
 
 
 def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> Summary:
-    """Summarize verdicts of N prompts: 1 for a win, 0.5 for a tie, 0 for a loss, and the lengths of both answers."""
+    """Summarize the verdicts on N prompts.
+
+    `scores` (N) are 1 for a win, 0.5 for a tie and 0 for a loss; `lengths` (N) those of both answers, in characters.
+    """
     values = np.array(scores, dtype=float)
     generator = np.random.default_rng(0)
     wins = int((values > 0.5).sum())
@@ -61,6 +65,7 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
     controlled = None
     differences = np.array([first - second for first, second in lengths], dtype=float)
     rarer_side = min((differences > 0).mean(), (differences < 0).mean())
+    # one side that is always longer cannot be told from a better one; equal lengths need no control
     if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
         controlled = find_controlled_rate(values, differences, generator)
     return Summary(
@@ -76,13 +81,14 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
 
 
 def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
-    """Return the mean, and the interval of its bootstrap over prompts."""
+    """Return the mean of the scores (N), and its interval by a bootstrap over prompts."""
     mean = float(values.mean())
     n = len(values)
     distinct, counts = np.unique(values, return_counts=True)
-    if len(distinct) == 1:  # every resample is the sample
+    if len(distinct) == 1:  # every resample equals the sample, and the interval would have no width
         return Rate(mean, *share_interval(mean, n))
-    means = generator.multinomial(n, counts / n, size=N_RESAMPLES) @ distinct / n  # the resamples' counts suffice
+    # a resample is drawn as how often it has each distinct score, which is all that its mean needs
+    means = generator.multinomial(n, counts / n, size=N_RESAMPLES) @ distinct / n
     return Rate(mean, *np.quantile(means, (0.025, 0.975)).tolist())
 
 
@@ -93,21 +99,24 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
     term for the difficulty of instructions is left out: it needs many models' answers.
     """
     n = len(values)
-    inputs = np.ones((n, 2))
+    inputs = np.ones((n, 2))  # for intercept and slope
     inputs[:, 1] = np.tanh(differences / (differences.std() or 1.0))
     # in units of one prompt's log-likelihood; the first keeps the intercept finite if all verdicts are equal
     penalty = np.diag([1e-3, 0.1])
 
     def fit(weights: np.ndarray) -> float:
-        """Find intercept and slope with the highest likelihood minus the penalty, by Newton's method."""
+        """Return the win rate at equal lengths, where `weights` say how often each prompt counts.
+
+        Newton's method finds the intercept and the slope that maximize log-likelihood minus penalty.
+        """
         solution = np.zeros(2)
         for _ in range(25):
             predicted = 1 / (1 + np.exp(-inputs @ solution))
             gradient = inputs.T @ (weights * (values - predicted)) - penalty @ solution
             curvature = (inputs * (weights * predicted * (1 - predicted))[:, None]).T @ inputs + penalty
             step = np.linalg.solve(curvature, gradient)
-            solution += step * min(1.0, 2 / float(np.abs(step).max() or 1.0))
-        return 1 / (1 + float(np.exp(-solution[0])))
+            solution += step * min(1.0, 2 / float(np.abs(step).max() or 1.0))  # long steps could overshoot
+        return 1 / (1 + float(np.exp(-solution[0])))  # the intercept alone: the length difference is 0
 
     resampled = [fit(generator.multinomial(n, np.full(n, 1 / n))) for _ in range(N_RESAMPLES // 10)]
     return Rate(fit(np.ones(n)), *np.quantile(resampled, (0.025, 0.975)).tolist())
