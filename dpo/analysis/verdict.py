@@ -180,7 +180,7 @@ def _describe_pairs(run: LoggedRun) -> str:
 
 def _describe_labels(run: LoggedRun) -> str:
     auc = run.eval.last("rewards_eval/auc")
-    effective_share = n_effective(run) / run.count("test.examples")  # of the held-out examples
+    effective_share = n_effective(run) / run.count("test.examples")  # examples that count, as a share
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
     n_desirable = run.count("test.desirable") * effective_share
     n_undesirable = run.count("test.undesirable") * effective_share

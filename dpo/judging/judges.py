@@ -86,7 +86,7 @@ def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
 
 def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
     """Combine the replies on a pair that was shown in its order, and reversed."""
-    scores = []  # of the answer that was shown as A
+    scores = []  # for the answer that was shown as A
     for reply in (in_order, reversed_):
         if isinstance(reply, Exception):
             return Verdict(None, reason=str(reply))
@@ -94,10 +94,10 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
         if score is None:
             return Verdict(None, reason=f"no verdict in {reply[-200:]!r}")
         scores.append(score)
-    score = scores[0]
-    score_reversed = 1 - scores[1]  # there A was the second answer
-    is_flipped = {score, score_reversed} == {0, 1}
-    return Verdict((score + score_reversed) / 2, is_flipped, str(in_order).strip())
+    first_score = scores[0]
+    first_score_reversed = 1 - scores[1]  # there the first answer was B
+    is_flipped = {first_score, first_score_reversed} == {0, 1}
+    return Verdict((first_score + first_score_reversed) / 2, is_flipped, str(in_order).strip())
 
 
 def read_verdict(reply: str) -> float | None:

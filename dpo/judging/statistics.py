@@ -8,7 +8,7 @@ import numpy as np
 from dpo.analysis.verdict import FEWEST, share_interval
 from dpo.numbers import count, percent
 
-N_RESAMPLES = 10_000  # of the bootstrap; a tenth of them where a model is fitted to each, which takes longer
+N_RESAMPLES = 10_000  # bootstrap samples; a tenth of them where a model is fitted to each, which takes longer
 FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
 FEWEST_ON_A_SIDE = 0.1  # likewise the least share of prompts on which each model's answer is the longer one
 SMALLEST_SHOWN = 0.1  # a win rate's difference from one half that users should be able to see
