@@ -100,7 +100,7 @@ def redact(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = value
-    for secret in sorted({*_list_secrets()}, key=len, reverse=True):  # one may be a part of another
+    for secret in sorted({*_list_secrets()}, key=len, reverse=True):  # the longest first, as it may contain others
         if len(secret.strip()) >= MIN_SECRET:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")

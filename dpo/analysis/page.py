@@ -107,7 +107,7 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
 def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
     """Return the template's variables for the page of several runs."""
     results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
-    columns = list(dict.fromkeys(chain(*results)))  # each once, in order
+    columns = list(dict.fromkeys(chain(*results)))  # the labels of all results, each once, in order
     rows = []
     warnings = []
     for run, result in zip(runs, results, strict=True):
@@ -133,7 +133,7 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
     for label, (name, sign, form) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
-            best = (sign * values).argmax()
+            best = (sign * values).argmax()  # an index
             results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
     results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
     speeds = run.train["examples_per_second"]
@@ -159,6 +159,7 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     answers = []
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
+    # the last update's
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []

@@ -38,6 +38,7 @@ ANY = FIXED | ONLINE
 def find_skipped_updates(run: LoggedRun) -> str:
     losses = run.train["loss/train"]
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
+    # a sum is finite only if both are
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])
     if run.state == "aborted":  # on an update that was not logged
@@ -73,7 +74,7 @@ def describe_changes(changes: dict[str, float]) -> str:
 def find_chosen_fall(run: LoggedRun) -> str:
     """Chosen responses lost more than half a nat per token, or more than a tenth and more than the margin grew."""
     changes, _ = find_changes_per_token(run)
-    if len(changes) < 2 or not run.objective.margin_only:
+    if len(changes) < 2 or not run.objective.margin_only:  # only a loss of the margin alone lets both sides fall freely
         return ""
     fall = -changes["chosen"]
     margin_growth = changes["chosen"] - changes["rejected"]
@@ -86,7 +87,7 @@ def find_chance(run: LoggedRun) -> str:
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
         return ""
     low, high = share_interval(accuracy, n_effective(run))
-    if high >= 0.55:
+    if high >= 0.55:  # it may be better than chance
         return ""
     pairs = count(n_evaluated(run), "pair")
     return f"{EVAL_ACCURACY} {figure(accuracy)} on {pairs}, 95 % interval {figure(low)} to {figure(high)}"
@@ -125,6 +126,7 @@ def find_missing_effect(run: LoggedRun) -> str:
     largest = np.max(run.train.points("lr")[1], initial=0)
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if 0 < largest < 0.999 * peak and not is_scaled:
+        # such as in a run that ends within its warmup
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
     if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:  # unmeasured changes may be large

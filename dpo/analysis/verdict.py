@@ -33,7 +33,7 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
 
 def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
     """Return how many held-out examples (or prompts, with `what`) an evaluation uses: as many as are set or exist."""
-    n_wanted = number(run.setting("n_eval_examples", 256))
+    n_wanted = number(run.setting("n_eval_examples", 256))  # 256: the key's default
     n_available = run.count(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
@@ -86,6 +86,7 @@ def describe_change(run: LoggedRun) -> str:
             fact += f" (rounding: {figure(rounding, 1)})"
         facts.append(fact)
     largest = max(map(abs, changes.values()), default=0.0)
+    # 16-bit weights may be too coarse for the steps of a small lr
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]
         return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
@@ -120,7 +121,7 @@ def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
         examples, logps = run.eval.points(f"logps_eval/{side}")
         if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
             size = max(size, abs(logps[-1]) / n_tokens)
-            changes[side] = (logps[-1] - logps[0]) / n_tokens
+            changes[side] = (logps[-1] - logps[0]) / n_tokens  # nats per token
     dtypes = [str(run.setting(key)) for key in (*PRECISION, "model.policy_dtype")]
     # log-probabilities are computed in these dtypes, and the coarsest rounds most
     return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)

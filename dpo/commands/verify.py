@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
             status = 1
             print(f"missing  {redact(str(path))}")
             continue
-        for checkpoint in find_checkpoints(path) or [path]:
+        for checkpoint in find_checkpoints(path) or [path]:  # without any, the path should be a checkpoint itself
             try:
                 n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())
                 print(f"whole    {checkpoint} ({n_bytes / 1e9:.3g} GB)", flush=True)

@@ -43,6 +43,7 @@ class Pair(NamedTuple):
 
 
 def hash_texts(*texts: str) -> str:
+    """Return 16 hex digits that stand for these texts in the files of an evaluation."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
