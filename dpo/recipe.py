@@ -54,7 +54,7 @@ def dry_run(plan: Plan) -> None:
 def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
     """Open the run's directory on rank 0, then load data, train and export on every rank."""
     with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
-        # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
+        # rank 0 may take long to copy a checkpoint and logs into the directory, for which a collective would not wait
         meet_rank_0("the run's directory")
         resume_from = from_rank_0(run and run.resume_point and run.resume_point.path)
         plan, data = _load(run, rank, plan, models)
@@ -75,11 +75,15 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
 
 
 def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> tuple[Plan, TrainingData]:
-    """Find what all ranks train by and on, and refuse what cannot be trained; `run` is None on all ranks but 0."""
+    """Return the plan that all ranks share, and the data; `run` is None on all ranks but 0.
+
+    Raises InputError for what cannot be trained.
+    """
     resume_point = run and run.resume_point
     if run:
         plan = keep_choices(plan, resume_point)
-    for key in ("chat_template_date", "holdout", *PRECISION):  # processes of a long start may see different days
+    # rank 0 chose these for all: by the checkpoint, by its date, and by what its GPU computes in
+    for key in ("chat_template_date", "holdout", *PRECISION):
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
     # attention's kernel depends on these settings, and the predicted memory on the kernel

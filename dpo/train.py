@@ -31,10 +31,10 @@ RUN_LOG = RunLog()
 
 
 def start(arguments: list[str]) -> None:
-    """Run a command line, in a process of its own; exit after bad input or a failure."""
+    """Run `dpo train` with these arguments; end the process after bad input or a failure."""
     try:
         sys.argv[1:], plan = check_command_line(arguments)
-        if plan is None:
+        if plan is None:  # Hydra shows something, or starts a sweep
             main()
         else:
             run_or_exit(plan)
@@ -44,10 +44,10 @@ def start(arguments: list[str]) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
 def main(config: DictConfig) -> None:
-    """Run a job of a sweep (-m); without one, Hydra only shows the config."""
+    """Run a job of a sweep (-m). Without a sweep, Hydra shows the config and does not call this."""
     try:
         plan = place_job(resolve(config, with_plugins=True), HydraConfig.get())
-        if problems := find_problems(plan):  # a launcher may use another machine
+        if problems := find_problems(plan):  # checked again, as a sweep's launcher may use another machine
             exit_with([problem.sentence for problem in problems])
         run_or_exit(plan)
     except SystemExit as ending:
@@ -65,6 +65,7 @@ def run_or_exit(plan: Plan) -> None:
 
 
 def run(plan: Plan) -> None:
+    """Start the processes of a run, and wait for them. A dry run stays in this process, on rank 0 alone."""
     is_rank_0 = host.is_launched_as_rank_0()
     if is_rank_0:
         for warning in find_plan_warnings(plan):
@@ -90,7 +91,8 @@ def run(plan: Plan) -> None:
                 port=plan.fsdp.fsdp_port,
                 timeout_secs=plan.run.collective_timeout_secs,
             )
-    except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
+    except (RunError, Stopped):
+        # the log of a run that has begun gets what this process prints about the error, though another process wrote it
         if is_rank_0 and read_run_facts(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
@@ -103,11 +105,14 @@ def work(
     models: tuple | None = None,
     printed: Mapping[str, str] = {},
 ) -> None:
-    """Do the work of one process; `printed` is for the run's log."""
+    """Do the work of one process.
+
+    `printed` is what rank 0's parent has printed, by file: it comes first in the run's log.
+    """
     if rank == 0:
         RUN_LOG.begin(printed)
     with ending_on_stop_signals(plan.run.local_run_dir):
-        with host.importing(freeze=models is None):  # the caller's models may be in reference cycles
+        with host.importing(freeze=models is None):  # a caller's models in reference cycles could never be freed
             from dpo.recipe import run_process
         load_plugins(plan.run.plugins)
         with explaining_exits():
@@ -116,7 +121,7 @@ def work(
 
 @contextmanager
 def explaining_exits() -> Iterator:
-    """Inside, an exit that the user's code asks for is a failure, and so is a full disk."""
+    """Raise RunError if the user's code calls sys.exit inside, or if the disk is full."""
     try:
         with explaining_full_disk():
             yield

@@ -42,7 +42,8 @@ from dpo.training.objective import REFERENCE_PREFIX, BatchContext
 from dpo.training.parts import TrainerParts
 from dpo.training.start import list_notes, self_test
 
-FEW_CHANGED = 0.1  # share of 16-bit weights, by a step at the full rate: the others' steps are rounded away
+# warn if a step at the full rate changes a smaller share of 16-bit weights: the steps of the others are rounded away
+FEW_CHANGED = 0.1
 
 
 class Trainer(TrainerParts):
@@ -60,7 +61,7 @@ class Trainer(TrainerParts):
 
     @cached_property
     def train_iterator(self) -> Iterator:
-        """The batches on which the run has not trained, once the state is restored."""
+        """What `Batches.train` yields for the updates to come; first read once the state is restored."""
         return self.batches.train(skip=self.batch_counter)
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class Trainer(TrainerParts):
             # not by rank: the slices of a layer draw the same masks
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
         context = objective.prepare(batch)
-        metrics = []
+        metrics = []  # per microbatch, for `reduce_metrics`
         for i, microbatch in enumerate(batch.microbatches, start=1):
             announce_backward(
                 self.policy,
@@ -141,7 +142,7 @@ class Trainer(TrainerParts):
                 f"loss_scale={means['loss_scale']:g}, which is halved"
             )
         elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
-            means |= self.step_optimizer(update.number)
+            means |= self.step_optimizer(update.number)  # `means` is also `update.metrics`
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
@@ -156,7 +157,11 @@ class Trainer(TrainerParts):
         return update._replace(metrics=logged)
 
     def step_optimizer(self, number: int) -> dict[str, float]:
-        """Step; after the first step at the full rate, return the share of 16-bit weights that it changed."""
+        """Step the optimizer; return further metrics.
+
+        The first step at the full rate measures which share of 16-bit weights it changes, and warns of a small one.
+        """
+        # `last_epoch` counts the steps before this one; if the run ends within its warm-up, its last step is measured
         is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
         if not (is_full and self.plan.trains_half_precision and self.mesh.rank == 0):
             step_optimizer(self.optimizer)
@@ -174,6 +179,7 @@ class Trainer(TrainerParts):
         return {"changed_weights": share}
 
     def clip_gradient(self) -> Tensor:
+        """Undo the loss scale, and clip; return the gradient's norm before clipping."""
         scale = self.objective.loss_scale.value
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm, scale)
 
@@ -214,6 +220,7 @@ class Trainer(TrainerParts):
         self.callbacks.emit("end")
 
     def _record_signal(self, signal_number: int) -> str:
+        """Note a signal, on which the loop stops later; return what to tell the user."""
         self.stop.signals.append(signal_number)
         will_save = self.example_counter > 0 and not self.plan.run.debug
         return "stopping after saving a checkpoint" if will_save else "stopping"
@@ -221,12 +228,12 @@ class Trainer(TrainerParts):
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
-        """Return the mean metrics, if it evaluated."""
+        """Evaluate and return the mean metrics, or return None if no evaluation is due."""
         n_examples = self.example_counter
         is_due = n_examples % self.evaluator.interval.n_examples == 0
         if n_examples == 0:
             is_due = self.plan.evaluation.do_first_eval
-        if not (is_due or is_last) or self.evaluated_at == n_examples:
+        if not (is_due or is_last) or self.evaluated_at == n_examples:  # maybe before the run was resumed
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
@@ -240,7 +247,10 @@ class Trainer(TrainerParts):
         return metrics
 
     def sample_if_due(self) -> None:
-        """Draw due samples, and at first and last the verdict's answers; a failure costs a warning."""
+        """Draw samples if due, and before and after training also the answers for the verdict.
+
+        If sampling fails, warn and go on.
+        """
         n_examples = self.example_counter
         is_first = self.batch_counter == 0
         is_last = self.batch_counter == self.data.report.updates
@@ -291,7 +301,7 @@ class Trainer(TrainerParts):
 
 
 def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
-    """Metrics of an update's time, with sampling and scoring, and of memory."""
+    """Return metrics of speed and memory; `step_seconds` lack the time of sampling and scoring, which counts too."""
     seconds = step_seconds + sum(batch.seconds.values())
     metrics = {
         "examples_per_second": len(batch.examples) / seconds,
@@ -306,7 +316,7 @@ def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory of this process in GB (1e9 bytes): of its GPUs if there are any, else resident."""
+    """Return this process's peak memory in GB (1e9 bytes): on its GPUs if there are any, else its resident memory."""
     if count_gpus():
         gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
@@ -360,6 +370,7 @@ class BasicTrainer(Trainer):
         split = "train" if train else "eval"
         objective = replace(self.objective, loss=find_loss(loss_config))
         microbatch = self._make_microbatch(batch)
+        # the reference code knows no weights
         equally = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
         losses, columns = objective.losses(microbatch, equally, split=split)
         metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}

@@ -22,8 +22,9 @@ from dpo.system.plain_files import check_readable, list_wrong, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
-TEMPORARY_ENDING = "dpo-tmp"  # ending of a hidden name: what is written or removed
-FORMER_ENDING = "dpo-former"  # ending of a hidden name: what is being replaced
+# endings of hidden names of checkpoints
+TEMPORARY_ENDING = "dpo-tmp"  # being written or removed
+FORMER_ENDING = "dpo-former"  # being replaced
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 MIN_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
@@ -39,7 +40,7 @@ MANIFEST_FORM = {  # the types of facts that are read, and not only compared
 
 
 class DamagedCheckpoint(InputError):
-    """A checkpoint is not as it was written; the message says in what."""
+    """A checkpoint is not as it was written; the message says what differs."""
 
 
 def write_checkpoint(
@@ -50,9 +51,10 @@ def write_checkpoint(
     metrics: Mapping | None,
     facts: Mapping,
 ) -> None:
-    """Write a checkpoint, which is complete or not there; one at the same step is kept until the end.
+    """Write a checkpoint so that `directory` is complete or not there; what it replaces is kept until the end.
 
-    A state becomes a file `NAME.pt`, or NAME if it is bytes. Raises RunError if writing fails.
+    `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes. Raises RunError
+    if writing fails, or if this run did not write what is there.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
@@ -79,7 +81,7 @@ def write_checkpoint(
                     )
                 sync(path)
                 files[path.name] = describe_file(path)
-            del state
+            del state  # freed before the next state is gathered
         with _explaining(directory):
             manifest = {"examples": step_idx, "files": files, **facts}
             path = temporary / MANIFEST
@@ -98,6 +100,7 @@ def write_checkpoint(
 
 @contextmanager
 def _explaining(directory: Path) -> Iterator:
+    """Raise RunError for errors of writing; it says whether there are earlier checkpoints."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -108,7 +111,7 @@ def _explaining(directory: Path) -> Iterator:
 
 
 def write_state(path: Path, content: Mapping) -> None:
-    """Write a file like those of a checkpoint; InputError if that would damage a run's own checkpoint."""
+    """Write a file like those of a checkpoint; raise InputError if that would damage a run's own checkpoint."""
     if (path.parent / MANIFEST).exists():
         raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: choose another dir_name")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,12 +151,13 @@ def parse_step(directory: Path) -> int:
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first."""
     checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
 def was_written_by(directory: Path, run: str | None) -> bool:
+    """Whether the run with this id wrote the checkpoint; False if its manifest is damaged, or it is only a link."""
     try:
         return not directory.is_symlink() and read_manifest(directory).get("run") == run
     except (OSError, *WRONG_FORM):
@@ -161,7 +165,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove all but the `keep` newest, BEST and LATEST."""
+    """Remove the run's own checkpoints, but for the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
@@ -181,14 +185,14 @@ def tidy(run_dir: Path) -> None:
     for pattern in (
         f".step-*.{TEMPORARY_ENDING}",
         f".step-*.{FORMER_ENDING}",
-        f"step-*/.{EXPORTED}.dpo.*.tmp",
+        f"step-*/.{EXPORTED}.dpo.*.tmp",  # an unfinished export, as `replacing` names it
     ):
         for leftover in run_dir.glob(pattern):
             remove(leftover)
 
 
 def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict:
-    """Verify every byte, or the files `only`; return the manifest, or raise DamagedCheckpoint."""
+    """Verify every byte of all files, or of the files `only`; return the manifest, or raise DamagedCheckpoint."""
     try:
         manifest = read_manifest(directory)
         for name, facts in manifest["files"].items():
@@ -206,6 +210,7 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
 
 
 def read_manifest(directory: Path) -> dict:
+    """Read a manifest; raise DamagedCheckpoint if it is missing, was changed, or has values of unexpected types."""
     path = directory / MANIFEST
     try:
         manifest = read_json(path)
@@ -213,6 +218,7 @@ def read_manifest(directory: Path) -> dict:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
+    # without "files" it is wrong too, as None is no dict
     wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
     templates = manifest.get("chat_template")
     if isinstance(templates, dict):
@@ -230,7 +236,7 @@ def read_state(path: Path) -> Any:
 
 
 def read_file(path: Path) -> Mapping:
-    """Read a part's file; its tensors are mapped: copy those that you keep, as the file may be deleted."""
+    """Read a part's file. Its tensors are mapped from it: copy those that you keep, as the file may be deleted."""
     check_readable(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -1,3 +1,5 @@
+"""Where a run resumes, and what must be unchanged since."""
+
 import json
 import os
 import re
@@ -60,6 +62,7 @@ class OpenRun(NamedTuple):
         return manifest["updates"] >= updates and is_evaluated
 
     def record(self, plan: Plan) -> None:
+        """Write the run's config and facts; a resumed run keeps its id, and counts its time up to the checkpoint."""
         former = None
         if point := self.resume_point:
             former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
@@ -68,7 +71,7 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
-    """Lock the directory and set it back to its resume point; a run that is then refused leaves nothing behind."""
+    """Lock the directory and set it back to its resume point; after an InputError inside, leave nothing new behind."""
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
@@ -88,13 +91,16 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
 
 
 def preview_resume(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """Find what `opening_run` would continue from, or raise its InputError; writes nothing."""
+    """Find what `opening_run` would continue from, or raise its InputError; write nothing."""
     source = _find_resume_source(plan, logs)
     return _find_resume_point(source, plan) if source else None
 
 
 def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
-    """The run (maybe this one) or checkpoint that is continued; InputError for what the run would overwrite."""
+    """Return the directory of the run (maybe this one) or checkpoint that is continued; None for a new run.
+
+    Raises InputError for what the run would overwrite.
+    """
     resume = plan.run.resume
     run_dir = _find_run_dir(plan)
     if resume is None:
@@ -120,7 +126,10 @@ def _find_run_dir(plan: Plan) -> Path:
 
 
 def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
-    """Set checkpoints and links back to the resume point; another run's checkpoint and logs are copied."""
+    """Set checkpoints and links back to the resume point, and return it; None if there is nothing to continue.
+
+    Another run's checkpoint and logs are copied.
+    """
     run_dir = _find_run_dir(plan)
     is_own = run_dir in (source, source.parent)
     if is_own:
@@ -138,7 +147,7 @@ def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoi
     print(f"continuing from {resume_point.path}")
     for checkpoint in find_checkpoints(run_dir):
         if parse_step(checkpoint) > parse_step(resume_point.path):
-            move_aside(checkpoint, f"damaged-{checkpoint.name}")  # so that nothing uses it
+            move_aside(checkpoint, f"damaged-{checkpoint.name}")  # it was skipped as damaged, so nothing may use it
     resume_point = resume_point._replace(path=run_dir / resume_point.path.name)
     # set the links again, as a run may be killed between saving and setting them
     set_link(run_dir / "LATEST", resume_point.path)
@@ -149,7 +158,10 @@ def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoi
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
-    """The newest complete checkpoint, or that at `path`; None if `resume=auto` finds none at all."""
+    """Find the newest complete checkpoint of a run, or check the one at `path`; None if resume=auto finds none at all.
+
+    Raises InputError if no checkpoint is complete, or a key has changed that a run must keep.
+    """
     candidates = [path] if STEP.fullmatch(path.name) else find_checkpoints(path)
     reasons = ""
     for checkpoint in candidates:
@@ -164,8 +176,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             continue
         recorded = update_recorded(manifest["config"])
         config = record_config(plan)
-        kept = ["holdout"]
-        if plan.model.autocast == "auto":  # the run computes as it began
+        kept = ["holdout"]  # for these the run keeps what it chose when it began, unless they are set now
+        if plan.model.autocast == "auto":
             kept += PRECISION
         for key in kept:
             if config[key] in ("auto", None):
@@ -188,7 +200,7 @@ def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
 
 
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
-    """The plan with what a run keeps from its beginning: holdout, the date that a chat template writes, precision."""
+    """Return the plan with what a run chooses once, and keeps: holdout, the date in chat templates, precision."""
     recorded = resume_point.manifest["config"] if resume_point else {}
     if plan.data.holdout is None:
         plan = plan.change("holdout", recorded.get("holdout"))
@@ -198,10 +210,11 @@ def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
 
 
 def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
-    """The plan with a dtype in place of model.autocast=auto: of the run that is resumed, or what this GPU computes in.
+    """Return the plan with a dtype, or None for no autocast, in place of model.autocast=auto.
 
-    Several processes compute in it by FSDP, as autocast would keep copies of weights that FSDP could not free. This
-    asks the GPU, so a process that only starts others must not call it.
+    It is that of the resumed run; in a new run of several processes model.fsdp_policy_mp, if set; otherwise bfloat16 if
+    this GPU computes in it. Several processes compute in it by FSDP, as autocast would keep copies of weights that FSDP
+    could not free. This asks the GPU, so a process that only starts others must not call it.
     """
     if plan.model.autocast != "auto":
         return plan
@@ -219,7 +232,7 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
 
 
 def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
-    """The value of `chat_template` with which data is read: the run's own text, unless another file is named."""
+    """Return the value of `chat_template` for reading data: the resumed run's text, unless another file is named."""
     named = plan.chat.chat_template
     if not resume_point or named != resume_point.manifest["config"].get("chat_template"):
         return named
@@ -232,7 +245,7 @@ def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
 
 
 def record_config(plan: Plan) -> dict:
-    """For a manifest: dotted keys, secrets redacted."""
+    """Return the config for a manifest: values by dotted key, with secrets redacted."""
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
@@ -241,7 +254,7 @@ def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
     changed = defaultdict(list)
     for key, saved_value in recorded.items():
         if config.get(key) != saved_value:
-            rule = KEYS[key].resume if key in KEYS else ResumeRule.FIXED  # a saved key may be one that this code lacks
+            rule = KEYS[key].resume if key in KEYS else ResumeRule.FIXED  # another version may have saved other keys
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[ResumeRule.FIXED]:
         raise InputError(
@@ -253,7 +266,7 @@ def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
 
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict:
-    """What `check_inputs` compares, for a manifest."""
+    """Return, for a manifest, what `check_inputs` compares."""
     return {
         "data": data.report.train.digest,
         "test_data": data.report.test.digest,
@@ -265,12 +278,13 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict:
 
 
 def find_model_facts(model_config: Any) -> dict:
-    """The entries of a model's config that affect its outputs."""
+    """Return the entries of a model's config that affect its outputs, by dotted key."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
     return {key: value for key, value in facts if not any(map(WITHOUT_EFFECT.fullmatch, key.split(".")))}
 
 
 def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
+    """Raise InputError if data, tokenizer, plugins or model have changed since the checkpoint."""
     if not resume_point:
         return
     saved = resume_point.manifest

@@ -1,3 +1,5 @@
+"""The parts of a checkpoint, gathered from all processes and restored on them."""
+
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +31,17 @@ COUNTERS = (
 
 @dataclass
 class Part:
-    """A state in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
+    """A state that rank 0 writes to NAME.pt; every process must call `gather` and `restore`."""
 
     name: str
-    source: Any
+    source: Any  # what has the state; of a RandomPart, the mesh
 
     def gather(self) -> Any:
+        """Return the whole state on rank 0."""
         return full_state(self.source.state_dict())
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Further files made from a gathered state, by name."""
+        """Return the contents of further files, made from a gathered state, by name."""
         return {}
 
     def restore(self, state: Any) -> None:
@@ -47,7 +50,7 @@ class Part:
 
 
 class ModelPart(Part):
-    """Weights are read before the model is distributed (`dpo.models.loading`)."""
+    """A model's weights; `dpo.models.loading` has read them before the model was distributed, so `restore` need not."""
 
     def restore(self, state: Any) -> None:
         pass
@@ -67,7 +70,7 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """The states of random generators of a mesh's processes, without which another number of them continues."""
+    """The states of the random generators of all processes; not restored if their number has changed."""
 
     def gather(self) -> dict:
         generator, keys, *others = np.random.get_state()
@@ -91,8 +94,9 @@ class RandomPart(Part):
 
 
 class RunState:
-    """The part `trainer`, whose class builds on it; of frozen weights (of the reference or an adapted base) only a
-    digest is saved.
+    """What the part `trainer` of a checkpoint saves of a trainer, which derives from it: counters, and states by name.
+
+    Of frozen weights, those of the reference or of an adapted base, only a digest is saved.
     """
 
     example_counter = 0  # examples trained on
@@ -132,7 +136,7 @@ class RunState:
 
 @dataclass
 class Checkpoints:
-    """A run's checkpoints, of which BEST is the best by evaluations of the same `n_evaluated` examples."""
+    """A run's checkpoints. BEST is chosen among those that were evaluated on the same `n_evaluated` examples."""
 
     run_dir: Path
     mesh: Mesh
@@ -157,8 +161,8 @@ class Checkpoints:
     ) -> None:
         """Save to `step-N`, and point LATEST to it, and BEST if its quality is the highest so far.
 
-        With `elsewhere`, save to that directory alone. `step_idx`, the reference code's name of N, is the number of
-        examples trained on. Every process must call it; rank 0 writes.
+        With `elsewhere`, save to that directory, and set no links. `step_idx`, the reference code's name of N, is the
+        number of examples trained on. Every process must call it; rank 0 writes.
         """
         links = [] if elsewhere else ["LATEST"]
         if links and quality is not None and quality > self.best:  # false for NaN
@@ -182,7 +186,8 @@ class Checkpoints:
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
         """Yield the parts' names and states, which are whole on rank 0 alone."""
         for part in parts:
-            meet_rank_0("a checkpoint's part")  # it may still write the previous part
+            # rank 0 may still write the previous part, for which a collective would not wait
+            meet_rank_0("a checkpoint's part")
             state = part.gather()
             yield part.name, state
             if self.mesh.rank == 0:

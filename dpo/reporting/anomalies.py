@@ -22,8 +22,9 @@ class NonFiniteGuard(Callback):
         return True
 
     def allows(self, update: Update) -> bool:
-        """Raise NonFinite for NaN or infinity, unless `nan_policy` is skip; then after MAX_SKIPPED skipped updates.
+        """Refuse an update with NaN or infinity: raise NonFinite or, with nan_policy=skip, return False.
 
+        After MAX_SKIPPED skipped updates it raises NonFinite, too.
         A gradient that overflows float16 is the trainer's to refuse, as long as its loss can be scaled down.
         """
         grad_norm = update.metrics["grad_norm"]
@@ -49,7 +50,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples as a dataset for `dataset_sources`, with their rows of `Update.table`."""
+        """Write the examples as a dataset that `dataset_sources` takes; each has its row of `Update.table`, too."""
         trains_on = self.plan.loss.trains_on
         records = []
         for i, example in enumerate(update.examples):

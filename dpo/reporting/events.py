@@ -111,7 +111,10 @@ class Callbacks:
     """The callbacks of a run, in the order of their calls."""
 
     def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback):
-        wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}
+        """`table` has the classes from which callbacks are made; those `given` exist already, and are called first."""
+        wanted = {
+            name: callback_class(context) for name, callback_class in table.items() if callback_class.is_wanted(context)
+        }
         self.callbacks = {**given, **wanted}
 
     def emit(self, event: str, *details: Any) -> None:
@@ -124,7 +127,10 @@ class Callbacks:
         return all(decisions)
 
     def state_dict(self) -> dict:
-        """Return the states by name; raise TypeError for what a checkpoint, which is read as data, cannot restore."""
+        """Return the states by name.
+
+        Raises TypeError for what could not be restored, as checkpoints are read without running code in them.
+        """
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()
         torch.save(states, content)

@@ -30,21 +30,22 @@ class Appender(Callback):
                 file.write(content.encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
-        """Find where the last complete record, a line, in the first `size` bytes ends."""
+        """Return the offset in bytes at which the last complete record, here a line, of the first `size` bytes ends."""
         with path.open("rb") as file:
             return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
+        """Truncate the files to what the checkpoint knows, or rename them (see the class)."""
         if self.context.rank != 0:
             return
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path = self.run_dir / name
             size = path.stat().st_size if path.exists() else 0
-            logged = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
-            end = 0
-            if logged > 0 and size > 0:
-                end = self.find_end(path, min(logged, size))
-            if end < logged or logged < 0 < size:  # rename it, with what was made of it
+            saved_size = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
+            end = 0  # of the complete records that the checkpoint knows
+            if saved_size > 0 and size > 0:
+                end = self.find_end(path, min(saved_size, size))
+            if end < saved_size or saved_size < 0 < size:  # shorter or not known: rename it, with what was made of it
                 complete = path.read_bytes()[:end] if size else b""
                 warning = f"{path} is not as the run's checkpoint knows it"
                 for file in (*(self.run_dir / made for made in self.derived), path):
@@ -74,7 +75,7 @@ class FileLogger(Appender):
     """Logs metrics, samples and answers; adds parameter counts and the run's end to `env.json`."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
-    _drawn: Sequence[dict] = ()  # records of the last update's answers, for the next evaluation
+    _drawn: Sequence[dict] = ()  # records of the last update's answers, which the next evaluation logs
 
     def on_start(self) -> None:
         super().on_start()

@@ -39,7 +39,7 @@ class Ledger(Appender):
     def _append(
         self, split: str, update: int, event: Update | Evaluation, drawn: Mapping[int, OnlinePair] = {}
     ) -> None:
-        """`update` is an update's number, or the number of updates before an evaluation."""
+        """Append a row for each example; `update` is an update's number, or that of updates before an evaluation."""
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
         score = "rewards" if self.plan.loss.scalar_head else "logps"

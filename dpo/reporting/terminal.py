@@ -23,12 +23,12 @@ UPDATE_METRICS = {  # what a line about an update has: label and significant dig
 
 
 def _find_screen() -> Any:
-    """Find the terminal itself: the run's log has no place for bars."""
+    """Return stdout as it was before the run's log copied it (`RecordedStream`): bars do not belong in the log."""
     return getattr(sys.stdout, "screen", sys.stdout)
 
 
 class Progress(Callback):
-    """A bar on a terminal, or lines in a log: for updates at most every `minimum_log_interval_secs`."""
+    """Shows a bar on a terminal; elsewhere prints lines, about updates at most every `minimum_log_interval_secs`."""
 
     _last_line_time = float("-inf")
 
@@ -110,7 +110,8 @@ class Progress(Callback):
             if bar in self._bars:  # unless `close` has closed it
                 self._bars.remove(bar)
                 bar.close()
-            if self._bars and self._bars[-1].n == self._bars[-1].initial:  # an evaluation before the first update
+            # a task before the first update, such as an evaluation, must not count in the speed of the updates
+            if self._bars and self._bars[-1].n == self._bars[-1].initial:
                 self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:

@@ -1,4 +1,4 @@
-"""The only file that imports wandb."""
+"""Callbacks for TensorBoard and W&B; the only file that imports wandb."""
 
 import math
 import os
@@ -29,7 +29,8 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides older events from this step on: the checkpoint, from which they come again, knows none
+        # hides the events from this step on that are there already: they are newer than the checkpoint, so they come
+        # again
         self._writer = SummaryWriter(
             str(self.run_dir / "tensorboard"), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS
         )
@@ -57,9 +58,9 @@ class TensorBoardLogger(Callback):
 
 
 class WandbLogger(Callback):
-    """Logs under the names of the reference code; its summary has the last evaluation as `last/NAME`, the best after
-    the first update as `best/NAME`.
+    """Logs to W&B under the names of the reference code.
 
+    The summary has the last evaluation as `last/NAME`, and the best one after the first update as `best/NAME`.
     A run never fails because of W&B, and waits for it only at the end: unsent data stays on the disk.
     """
 
@@ -108,12 +109,12 @@ class WandbLogger(Callback):
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
         """Start a W&B run, offline without a key or after an error."""
-        # metadata would have the command line
+        # metadata would have the command line, which may hold secrets
         own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
         init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
-            # without `prompt`, W&B would ask for a key on a terminal; another mode needs none
+            # by default `login` would ask for a key on a terminal; modes other than online need none
             if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
                 run = init(mode=None)
                 print(f"W&B: {run.url or run.dir}")

@@ -24,6 +24,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 
 def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which autocast computes with tensors of `dtype`, or `dtype` itself without autocast."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype  # also on the meta device, which has no autocast
@@ -43,17 +44,19 @@ def without_tf32() -> Iterator:
 
 @contextmanager
 def without_compilation(*, cache_implementation: str | None = None) -> Iterator:
-    """Run code eagerly, unless a generation's cache is static: one that grows would need a graph for every length, and
-    so use up the recompile limit that training needs.
+    """Run code eagerly, as a cache that grows would need a graph for every length, and so use up the recompile limit.
+
+    With a `cache_implementation`, a static cache, compiled code is used. An operation that is not deterministic only
+    causes a warning inside.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # if torch._dynamo was not imported, nothing was compiled
-    has_graphs = cache_implementation is None and "torch._dynamo" in sys.modules
-    # only a warning: top-p sampling needs a cumulative sum, which is not deterministic on CUDA
+    forces_eager = cache_implementation is None and "torch._dynamo" in sys.modules
+    # not an error: top-p sampling needs a cumulative sum, which is not deterministic on CUDA
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     try:
-        with torch.compiler.set_stance("force_eager") if has_graphs else nullcontext():
+        with torch.compiler.set_stance("force_eager") if forces_eager else nullcontext():
             yield
     finally:
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)

@@ -24,8 +24,8 @@ from dpo.redaction import redact
 
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
-TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  # has a color on a terminal
-DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # what the drivers of NVIDIA, NVIDIA under WSL and AMD make
+TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  # words that get a color on a terminal
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # files of the drivers of NVIDIA, NVIDIA under WSL, and AMD
 
 
 def is_launched_as_rank_0() -> bool:
@@ -52,6 +52,8 @@ def is_installed(package: str) -> bool:
 
 
 class _Log(io.FileIO):
+    """A file whose writes never fail: what cannot be written is lost."""
+
     def write(self, data: Any) -> int:
         try:
             n_written = super().write(data)
@@ -63,6 +65,8 @@ class _Log(io.FileIO):
 
 
 class _RedactedText(io.TextIOWrapper):
+    """A text stream that hides secrets, and colors warnings on a terminal."""
+
     def write(self, text: str) -> int:
         redacted = redact(text)
         if self.isatty() and not os.environ.get("NO_COLOR"):
@@ -72,8 +76,9 @@ class _RedactedText(io.TextIOWrapper):
 
 
 def harden_stdio() -> None:
-    """Make writes to stdout and stderr never raise, on a full disk, into a closed stream, or for characters that
-    cannot be encoded; and hide secrets, whoever prints them.
+    """Replace stdout and stderr by streams that hide secrets, whoever prints them, and whose writes never raise.
+
+    They do not raise on a full disk, into a closed stream, or for characters that cannot be encoded.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
@@ -93,20 +98,22 @@ def harden_stdio() -> None:
 
 @contextmanager
 def importing(*, freeze: bool = False) -> Iterator:
-    """Import without garbage collection, which would take a quarter of the time; with `freeze`, it never looks at what
-    exists afterwards.
+    """Import without garbage collection, which would take a quarter of the time.
+
+    With `freeze`, later collections skip all objects that exist at the end, so what is in a reference cycle is never
+    freed.
     """
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        if freeze and gc.get_freeze_count() == 0:  # later, in a sweep, it would exempt the garbage of earlier runs
+        if freeze and gc.get_freeze_count() == 0:  # once: later in a sweep it would keep the garbage of earlier runs
             gc.freeze()
 
 
 def python_command(*arguments: str, **environment: str) -> dict:
-    """Return `args` and `env` for a Python process that imports from where this one does.
+    """Return `args` and `env` for `subprocess`, to start a Python process that imports from where this one does.
 
     By default it would also, and first, import from the current directory, where others' files may lie.
     """
@@ -131,7 +138,7 @@ def has_been_spawned() -> None:
 
 
 def silence_bitsandbytes() -> None:
-    """Silence bitsandbytes, which asks for a kernel package that is not used here when PEFT imports it."""
+    """Silence bitsandbytes: when PEFT imports it, it asks for a package of kernels that are not used here."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -178,7 +185,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
-    """Find the bytes that this process holds or can have on its GPUs or, without any, in its share of the host."""
+    """Return the bytes that this process holds or could get: on its GPUs or, without any, in its share of the host."""
     if count_gpus():
         import torch
 
@@ -201,7 +208,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def is_cpu(device: Any) -> bool:
-    """Whether a device is a CPU, and not the meta device."""
+    """Whether a device is a CPU, and not the meta device; False in a test that lets CPUs count as GPUs."""
     return device.type == "cpu" != GPU
 
 
@@ -235,11 +242,11 @@ def list_own_gpus(*, multi_process: bool) -> list[int]:
 
 @cache
 def use_caches_without_hub() -> None:
-    """Let libraries read their caches alone where the Hub's name is not known: each would try for a minute."""
+    """Let libraries read only their caches if the Hub's host name is not known; each would try for a minute."""
     import huggingface_hub
 
     hub = urlsplit(huggingface_hub.constants.ENDPOINT)
-    if getproxies():  # which look names up themselves
+    if getproxies():  # a proxy looks names up itself
         return
     try:
         socket.getaddrinfo(hub.hostname, hub.port)

@@ -163,7 +163,7 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run a worker in the group; return its exit status and message, which is "" if it is done."""
+    """Run a worker in the group; return its exit status, and a message on why it is not done, or ""."""
     with importing():
         import torch.distributed as dist
         import tqdm
@@ -178,9 +178,9 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     status = DONE
     message = ""
     try:
-        # let a stop signal kill this process, as no Python handler could run during the calls below
         if serves_store:
             check_port("MASTER_PORT", port)
+        # let a stop signal kill this process, as no Python handler could run during the calls below
         with handling_signals(signal.SIG_DFL):
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
@@ -222,7 +222,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
 
 
 def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
-    """Wait a while, and say which ranks have not lost contact: one of these is why the others have."""
+    """Wait a while, and name the ranks that have not lost contact, as one of these caused it; "" if there are none."""
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
     others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
@@ -237,7 +237,7 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """Run a worker in this process, which sends status and message to its parent."""
+    """Run a worker in this process, which sends status and message to its parent, and ends."""
     has_been_spawned()
     end_with_parent(parent, signal.SIGKILL)
     harden_stdio()
@@ -257,7 +257,7 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
     """Start workers, and return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank
-    pipes = []  # each says on its own how its work ended
+    pipes = []  # by rank; a worker sends how its work ended
     stop_signals = []
 
     def forward(number: int) -> str:
@@ -292,7 +292,10 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
 
 
 def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: float) -> None:
-    """Wait until all workers have exited, or time is up since one has; raise why not all are done."""
+    """Wait until all workers have exited, or until the patience after an exit is over.
+
+    Raises InputError, RunError or Stopped if not all are done.
+    """
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ended = {}  # messages of workers by status, in the order of their exits
     status = DONE
@@ -302,6 +305,7 @@ def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: f
             rank = running.pop(sentinel)
             own_status, message = _find_end(rank, processes[rank], pipes[rank], stop_signals)
             ended.setdefault(own_status, []).append(message)
+        # PATIENCE is in order: its first status that occurred says most about the run
         status = next(status for status in PATIENCE if status in ended)
         seconds_left = min(PATIENCE[status], timeout_secs)
 
@@ -329,7 +333,8 @@ def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tu
         with suppress(EOFError):
             return pipe.recv()
     status = process.exitcode
-    if status == STOP_STATUS or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):  # before it trained
+    # a worker that was not training yet is killed by a stop signal
+    if status == STOP_STATUS or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):
         return STOP_STATUS, ""
     if status >= 0:
         return FAILED, f"rank {rank} exited with status {status} before it was done"

@@ -15,17 +15,20 @@ import yaml
 
 from dpo.errors import InputError, explaining, one_sentence
 
-LONGEST_MARK = 2**14  # characters
+LONGEST_MARK = 2**14  # bytes at the beginning of a file that `check_own` compares
 
 
 def check_readable(path: Path) -> None:
-    """Raise InputError unless it is or links to a regular file: opening a FIFO would block forever."""
+    """Raise InputError unless the path is a regular file or links to one: opening a FIFO would block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{path} is not a regular file")
 
 
 def check_own(path: Path, mark: str) -> None:
-    """Raise InputError for a file that is not empty and does not begin as a pattern says that one of ours does."""
+    """Raise InputError for a path that exists, unless it is a file that is empty or begins with the pattern `mark`.
+
+    The caller can then write there: the file is one of ours.
+    """
     if not os.path.lexists(path):
         return
     if path.is_file():
@@ -37,7 +40,7 @@ def check_own(path: Path, mark: str) -> None:
 
 
 def read_json(path: Path, parse: Callable = json.loads) -> Any:
-    """Read a file as JSON, or by another parser; InputError for an invalid file."""
+    """Read a file as JSON, or by another parser; raise InputError for an invalid file."""
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
@@ -55,7 +58,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def list_wrong(values: Mapping, form: Mapping) -> list[str]:
-    """List the names of values that are not of the types in `form`."""
+    """List the names of values that are not of the types in `form`; a missing value is not wrong."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
@@ -65,7 +68,7 @@ def has_form(value: Any, form: Mapping) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove what exists; if it is a symbolic link, not its target."""
+    """Remove a file or directory, if it exists; of a symbolic link, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -73,7 +76,7 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path, name: str | None = None) -> Path:
-    """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken."""
+    """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken; return the new path."""
     first = target = path.with_name(name or f"{path.name}.old")
     number = 0
     while os.path.lexists(target):
@@ -87,7 +90,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a path atomically by what the body writes to the yielded path beside it."""
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # processes of this host that were killed left it
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # by processes of this host, maybe killed
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():
             remove(leftover)
@@ -106,10 +109,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
-    """Yield the objects of JSON lines, if there is such a file; remove a last line that was cut off, as by a kill.
+    """Yield the objects of a file of JSON lines; without the file, yield nothing.
 
-    Raises InputError for a file that does not begin as `mark` says, or a line that is not an object with values of the
-    types in `form`.
+    A last line that was cut off, as by a kill, is removed from the file. Raises InputError for a file that does not
+    begin with the pattern `mark`, or a line that is not an object with values of the types in `form`.
     """
     check_own(path, mark)
     if path.exists():
@@ -126,7 +129,7 @@ def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict
 
 
 class KeptLines:
-    """A file of JSON lines, each with a `key`, to which several threads may add."""
+    """A file of JSON lines, each with a `key`, and these lines by key; several threads may add some."""
 
     def __init__(self, path: Path, mark: str, form: Mapping[str, type]):
         self.path = path

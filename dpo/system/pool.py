@@ -30,7 +30,7 @@ def map_chunks(
     *,
     silent: bool = False,
 ) -> Iterator:
-    """Yield results for chunks of items, in order, with a progress bar on a terminal.
+    """Yield `function(chunk)` for lists of up to ITEMS_PER_CHUNK items, in order, with a progress bar on a terminal.
 
     There is a process for each `per_worker` items, at most one a core; None: this process does it all.
     """
@@ -39,7 +39,9 @@ def map_chunks(
     workers = 1
     if per_worker:
         workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)
+    # with fewer than two workers, starting one would only cost time
     results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
+    # disable=None: the bar is only drawn on a terminal
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:
         for result in results:
             yield result

@@ -59,15 +59,15 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
 
 
 def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a run would overwrite more than what a run left that never began to train."""
+    """Raise InputError if a run would overwrite other files than those of a run that never began to train."""
     with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
-    patterns = ("metrics.jsonl", "LATEST", "step-*")
-    if not read_run_facts(run_dir):
+    patterns = ("metrics.jsonl", "LATEST", "step-*")  # files of a run that began to train
+    if not read_run_facts(run_dir):  # files with the names of ours may be someone else's
         patterns += (*FILES, *FURTHER, *logs)
     lock = run_dir / LOCK
     if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
-        names.remove(LOCK)  # a run that was killed while it started has left it
+        names.remove(LOCK)  # a run that was killed while it started has left it, maybe with only a part of its text
     if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
             f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: "
@@ -121,13 +121,14 @@ def _explaining_errors(run_dir: Path) -> AbstractContextManager:
 def write_run_facts(
     run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None
 ) -> None:
-    """Write `config.yaml` and `env.json`; `former` has the continued run's id, and the time of its checkpoint in
-    seconds since 1970.
+    """Write `config.yaml` and `env.json`.
+
+    `former` has the id of the run that is continued, and the time of its checkpoint in seconds since 1970.
     """
     import torch  # not at the top, as the report imports this file without torch
 
     run = secrets.token_hex(8)
-    seconds_before = 0.0
+    seconds_before = 0.0  # how long the run had taken at the checkpoint from which it continues; None: unknown
     if former:
         run, saved_at = former
         old_facts = read_run_facts(run_dir)  # empty if the run continues another's checkpoint
@@ -191,8 +192,10 @@ def timestamp() -> str:
 
 
 class RunLog:
-    """Copies finished lines of Python's standard streams to `log.txt`, without redraws of progress bars, and warnings
-    to `warnings.jsonl`; until `open` they are kept, as a refused run leaves no directory.
+    """Copies finished lines of Python's standard streams to `log.txt`, and warnings also to `warnings.jsonl`.
+
+    Progress bars are copied only in their last state. Until `open`, the lines are kept, as a refused run leaves no
+    directory.
     """
 
     _run_dir: Path | None = None  # once it is open
@@ -211,7 +214,7 @@ class RunLog:
 
     def open(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
-        self.add("")
+        self.add("")  # writes what was kept
 
     def close(self) -> None:
         self._run_dir = None
@@ -225,7 +228,7 @@ class RunLog:
         return kept
 
     def add(self, text: str) -> None:
-        """Take whole lines or parts of lines."""
+        """Take text, which may end within a line; write what is finished once the log is open."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             # a bar draws itself again after a carriage return: its last state is a line
@@ -258,13 +261,16 @@ class RecordedStream:
 
 @contextmanager
 def exiting_on_failure(log: RunLog) -> Iterator:
-    """End the process after a failure that is no bug, with one sentence and the status that fits."""
+    """End the process after a stop signal or an error that is not a bug: print a sentence, and exit with its status.
+
+    Any other error is raised, after advice on it if there is some.
+    """
     try:
         yield
     except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if error.__cause__:  # a library's error: the log has all of it
+        if error.__cause__:  # the traceback of the library's error is for the log alone
             log.add(traceback.format_exc())
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)

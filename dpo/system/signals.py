@@ -1,5 +1,6 @@
-"""Signals that end a run with a checkpoint; while a run starts, they end the process at once, without an exception,
-which a library might catch, as in an attempted import.
+"""Stop signals: in training they end a run with a checkpoint, before that they end the process at once.
+
+They end it without an exception, which a library might catch, for instance around an import.
 """
 
 import multiprocessing
@@ -40,6 +41,7 @@ class Stopped(BaseException):
 
 
 def end_on_stop_signals() -> None:
+    """End the process on a stop signal from now on."""
     for number in _list_handled():
         signal.signal(number, partial(_end, None))
 
@@ -56,6 +58,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator:
 
 
 def _end(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
+    """Handle a signal: end the process with the message and status of Stopped."""
     stopped = Stopped(number, run_dir)
     end_process(f"{stopped}\n" if _prints_for_run() else "", stopped.status)
 
@@ -83,7 +86,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator:
             return
         first_times[number] = now
         message = act(number)
-        if len(first_times) == 1 and _prints_for_run():  # not for a second kind of signal
+        if len(first_times) == 1 and _prints_for_run():  # not again for another kind of signal
             if number == signal.SIGINT:
                 message += "; press Ctrl-C again to exit immediately without saving"
             clear_line = "\r\x1b[K" if os.isatty(1) else ""  # the progress bar is redrawn below
@@ -100,7 +103,7 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator:
     """Handle `numbers`, by default all stop signals that are not ignored."""
     former_handlers = {}
     try:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
             for number in numbers or _list_handled():
                 former_handlers[number] = signal.signal(number, handler)
         yield
@@ -111,10 +114,12 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator:
 
 
 def _list_handled() -> list[int]:
+    """List the stop signals, without those that the process was started to ignore."""
     return [n for n in SIGNALS if n not in MAY_BE_IGNORED or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def _prints_for_run() -> bool:
+    """Whether this process tells the user about signals: rank 0 or its parent, and not a worker of ours."""
     return multiprocessing.parent_process() is None and is_launched_as_rank_0()
 
 

@@ -52,7 +52,10 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 
 
 class _Finder(modulefinder.ModuleFinder):
-    """Finds imported modules; of a directory without `__init__.py`, at which Python's finder fails, all code."""
+    """Finds imported modules.
+
+    Python's finder fails at a directory without `__init__.py`, so all code of such a directory is found.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(path=[str(folder)])

@@ -1,5 +1,6 @@
-"""Waiting for work that one rank does alone, such as saving: others poll, as a collective would time out and handle no
-signals.
+"""Waiting for work that one rank does alone, such as saving.
+
+The others poll a key-value store: in a collective they would time out, and handle no signals.
 """
 
 import os
@@ -32,8 +33,9 @@ def default_store() -> dist.Store:
 
 @contextmanager
 def asking_store() -> Iterator[dist.Store]:
-    """Inside, this process aborts if the store does not answer in time: it never will if rank 0, which serves it, is
-    stopped.
+    """Yield the store; this process aborts if the body is not done in time.
+
+    The store never answers if rank 0, which serves it, is stopped.
     """
     store = default_store()
     watchdog = threading.Timer(store.timeout.total_seconds(), os.kill, (os.getpid(), signal.SIGABRT))
@@ -46,7 +48,10 @@ def asking_store() -> Iterator[dist.Store]:
 
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
-    """Return what another rank sets; raise DistError once a rank has failed, or after `longest_secs`."""
+    """Wait until another rank sets a key, and return its value.
+
+    Raises DistError once a rank has failed, or after `longest_secs`.
+    """
     store = default_store()
     pause = 0.005
     longest = longest_secs or LONGEST_WORK * store.timeout.total_seconds()
@@ -64,11 +69,12 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 is there; rank 0 does not wait."""
+    """Wait until rank 0 makes the same call; rank 0 does not wait."""
     after_rank_0(place, lambda: None)
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
+    """Call `act()` on rank 0 and, once it is done there, on all others; return this rank's result."""
     if not has_other_ranks():
         return act()
     key = f"rank 0 at {_count_call(place)}"
@@ -81,7 +87,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def _count_call(place: str) -> str:
-    """Return the place with a number, which is the same on every rank, as all ranks make all calls."""
+    """Return the place with the number of this call, for a key; it is the same on every rank, as all make all calls."""
     with asking_store() as store:
         return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
@@ -109,7 +115,10 @@ def identify_machine() -> str:
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Say that this rank has arrived, and return whether each other does in time; without patience it does not wait."""
+    """Say that this rank has arrived, and return whether all others arrive within `patience_secs`.
+
+    Without patience it does not wait, and returns True.
+    """
     if not has_other_ranks():
         return True
     place = _count_call(place)
@@ -135,7 +144,8 @@ def check_alike(facts: Mapping[str, str]) -> None:
     host_0, facts_0 = box[0]
     different = sorted({name for name, _ in facts_0.items() ^ facts.items()})
     gathered: list = [None] * dist.get_world_size()  # by rank
-    dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))  # facts of all weights would be long
+    # a few names, as those of all weights of a model would be long
+    dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))
     for rank, (host, names) in enumerate(gathered):
         if names:
             raise InputError(

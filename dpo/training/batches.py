@@ -42,7 +42,11 @@ class Batch(NamedTuple):
 
 
 def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2) -> Iterator:
-    """Yield `prepare(item)` in order, made early in threads; an error is raised where its result is due."""
+    """Yield `prepare(item)` for each item, in order.
+
+    Threads prepare up to `ahead` results beyond the one that is due; without `workers`, nothing is prepared early. An
+    error is raised where its result is due.
+    """
     if not workers:
         yield from map(prepare, items)
         return
@@ -75,7 +79,7 @@ class Batches:
         # the reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
-        self._first_rows = np.cumsum(n_examples) - n_examples
+        self._first_rows = np.cumsum(n_examples) - n_examples  # per prompt, the row of its first example
         self._first_mismatched_row = n_examples.sum()
 
     def train(self, *, skip: int = 0) -> Iterator:
@@ -92,20 +96,23 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), self.prepare, workers=plan.num_workers)
 
     def prepare(self, example_ids: Sequence[tuple[int, int]]) -> Any:
-        """Prepare a training batch; `train` yields what this returns."""
+        """Prepare a training batch ahead of time; `train` yields what this returns.
+
+        An id is a prompt's index in the table, and the index of an example among those of the prompt.
+        """
         n_microbatches = self.plan.data.gradient_accumulation_steps
         return self._prepare(self.data.train, self._first_rows, n_microbatches, example_ids)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make an update's batch of an item that `train` yields."""
-        return item
+        """Make an update's batch of an item that `train` yields, when the update is due."""
+        return item  # a batch already; `OnlineBatches` has only its prompts
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics beyond those of the evaluation batches."""
+        """Return metrics besides those of the evaluation batches; only online runs have any."""
         return {}
 
     def held_out_examples(self) -> list[list[Example]]:
-        """Held-out prompts with placeholder answers, in groups."""
+        """Return groups of held-out prompts with placeholder answers; only online runs have any."""
         return []
 
     def test(self) -> Iterator[Batch]:
@@ -142,7 +149,10 @@ class Batches:
         n_microbatches: int,
         example_ids: Sequence[tuple[int, int]],
     ) -> Batch:
-        """Prepare a batch of `prompts`, whose examples have rows in the reference's cache from `first_rows` on."""
+        """Prepare a batch of `prompts`.
+
+        `first_rows` has, for each prompt, the row of its first example in the reference's cache.
+        """
         texts = read_examples(prompts, example_ids)
         rows = [first_rows[prompt_index] + index for prompt_index, index in example_ids]
         batch = self._make_batch(texts, n_microbatches, rows)

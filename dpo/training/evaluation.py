@@ -14,7 +14,7 @@ from dpo.training.objective import Reduced
 from dpo.training.online import Sampler, group
 
 DEFAULT_EVAL_EVERY = 20_000  # examples
-MIN_EVALS_PER_RUN = 8  # about as many evaluations has a run too short for the default
+MIN_EVALS_PER_RUN = 8  # a run too short for the default evaluates about this many times
 N_VERDICT_PROMPTS = 8  # held-out prompts that are answered before and after training
 N_VERDICT_TOKENS = 32  # length of these answers
 
@@ -28,6 +28,10 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, updates: int) -> "Interval":
+        """Choose the interval of a run: `eval_every` or, if it is null, the default, or less for a short run.
+
+        A short run evaluates often, so it samples only four times, and by default keeps only two checkpoints.
+        """
         batch_size = plan.data.batch_size
         keep = plan.run.keep_checkpoints
         eval_every = plan.evaluation.eval_every
@@ -36,7 +40,7 @@ class Interval(NamedTuple):
         if eval_every:
             return cls(max(batch_size, eval_every - eval_every % batch_size), keep, None)
         n_updates = max(1, round(updates / MIN_EVALS_PER_RUN))  # between evaluations
-        middle = n_updates * max(1, round(updates / n_updates / 2))
+        middle = n_updates * max(1, round(updates / n_updates / 2))  # updates at the evaluation halfway through the run
         sampled = {n * batch_size for n in (0, n_updates, middle, updates)}
         if keep is None and plan.run.save_every is None:
             keep = 2
@@ -44,7 +48,10 @@ class Interval(NamedTuple):
 
 
 class Evaluator:
-    """Metrics of the evaluation batches, and answers to prompts; Stopped is raised before a batch or a token."""
+    """Measures metrics of the evaluation batches, and draws answers to their prompts.
+
+    After a stop signal its methods raise Stopped, before the next batch or within a few tokens.
+    """
 
     def __init__(self, batches: Batches, sampler: Sampler):
         self.plan = batches.plan
@@ -61,7 +68,7 @@ class Evaluator:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How samples are drawn, but for their length and seed."""
+        """How samples are drawn; each draw sets its own length and seed."""
         plan = self.plan.evaluation
         return choose_sampling(
             self.objective.policy,
@@ -76,6 +83,7 @@ class Evaluator:
         )
 
     def draws_samples(self, n_examples: int) -> bool:
+        """Whether samples are due with an evaluation after `n_examples`."""
         plan = self.plan.evaluation
         if not plan.sample_during_eval:
             return False
@@ -84,6 +92,7 @@ class Evaluator:
         return self.interval.sampled is None or n_examples in self.interval.sampled
 
     def metrics(self) -> Reduced:
+        """Evaluate, and return the metrics of each example."""
         if not self.batches:
             return Reduced({}, {})
         return self.objective.evaluate(self.batches, self._iterate)
@@ -94,14 +103,17 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Continuations by policy and reference, or SamplingFailed on all processes."""
+        """Draw continuations of the sampled prompts by policy and reference, if there is one.
+
+        Raises SamplingFailed on all processes.
+        """
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         by_model = self.apply(lambda model: self._answer(model, self.sampled, sampling))
         tokenizer = self.data.tokenizer
         samples = []
         for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
-            fed = mark_truncation(example, prompt, tokenizer)
+            fed = mark_truncation(example, prompt, tokenizer)  # the text that the models get
             sample = Sample(fed, policy.text, None, policy.ended, turns=write_turns(prompt, fed, tokenizer))
             for reference in others:  # one or none
                 sample = sample._replace(reference=reference.text, reference_ended=reference.ended)
@@ -109,7 +121,10 @@ class Evaluator:
         return samples
 
     def answers(self) -> dict[str, str]:
-        """Answer a few held-out prompts, each token the most probable; SamplingFailed on all processes."""
+        """Return the policy's answers to a few held-out prompts, by prompt; each token is the most probable one.
+
+        Raises SamplingFailed on all processes.
+        """
         by_prompt = {example.prompt: example for example in chain(*self.prompts)}  # several examples may share one
         examples = list(by_prompt.values())[:N_VERDICT_PROMPTS]
         batches = group(examples, self.plan.data.eval_batch_size)
@@ -121,7 +136,7 @@ class Evaluator:
         }
 
     def apply(self, function: Callable[[Any], Any]) -> list:
-        """The results of a function for the policy and, if there is one, for the reference."""
+        """Return the results of a function for the policy and, if there is one, for the reference."""
         results = [function(self.objective.policy)]
         reference = self.objective.reference
         if reference and reference.model is not None:
@@ -130,6 +145,7 @@ class Evaluator:
         return results
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
+        """Answer the prompts of examples, one batch after the other."""
         self.objective.policy.eval()
         answers = []
         for examples in batches:
@@ -142,6 +158,7 @@ class Evaluator:
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
+        """Return how many tokens an answer may have: `n_eval_tokens`, or fewer if `max_length` leaves fewer."""
         n_left = self.plan.data.max_length - n_prompt_tokens
         return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
 

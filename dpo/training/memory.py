@@ -33,7 +33,8 @@ from dpo.training.optimization import count_states
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
 LOST_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
-WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
+# in a step on a GPU, other optimizers compute one more value for each weight, of all weights at once
+WITHOUT_TEMPORARIES = ("Adafactor", "SGD")
 MAX_HELD_SHARE = 0.5  # frozen weights are whole if all that a GPU holds is at most this share of its memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
@@ -43,18 +44,21 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
-    """A process's memory at the peak of its updates, and notes on it; too high under tensor parallelism."""
+    """Predict a process's memory at the peak of its updates; return it with notes for the user.
+
+    The prediction is too high under tensor parallelism.
+    """
     policy = find_policy_structure(plan)
     memory = count_held(plan, policy, decide_frozen_weights(plan))
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw a model on the meta device
+    if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
         layout.alignment = GPU_ALIGNMENT
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
-    # the peak is in the backward pass or in the step: what only the other one needs is not there
+    # the peak is in the backward pass or in the optimizer's step; what only the other one needs is removed
     absent = ["update"]
-    if plan.data.gradient_accumulation_steps == 1:  # gradients of the only backward pass come as activations go
+    if plan.data.gradient_accumulation_steps == 1:  # in the only backward pass, gradients replace activations
         absent.append("gradients")
     if memory["activations"] + memory["logits"] <= sum(memory[purpose] for purpose in absent):
         absent = ["activations", "logits"]
@@ -65,11 +69,14 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
             allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
             memory["kept"] = int(LOST_SHARE * allocated)
         memory["process"] = resident_memory()  # Python, libraries and data
-    return +memory, notes
+    return +memory, notes  # without purposes that need nothing
 
 
 def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
-    """The memory that follows from parameters; all but `update` is held for long."""
+    """Count the memory that the size of the weights determines; `update` is needed only in the optimizer's step.
+
+    `frozen` is "whole" or "sharded", as `decide_frozen_weights` returns it, or None.
+    """
     dims = plan.dims
     n_shards = n_frozen_shards = dims.shard_size * dims.tensor_size
     is_whole = frozen == "whole"
@@ -79,10 +86,10 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     weights = {*policy.parameters()}
     trained = {*trained_parameters(policy)}
     # whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded
-    frozen_bytes = _count(weights - trained, compute_size if is_whole else None)
-    trained_bytes = _count(trained) // n_shards
+    frozen_bytes = _count_bytes(weights - trained, compute_size if is_whole else None)
+    trained_bytes = _count_bytes(trained) // n_shards
     held = Counter(
-        policy=trained_bytes + frozen_bytes // n_frozen_shards + _count(policy.buffers()),
+        policy=trained_bytes + frozen_bytes // n_frozen_shards + _count_bytes(policy.buffers()),
         gradients=trained_bytes,
         optimizer=trained_bytes * count_states(plan.training),
     )
@@ -90,14 +97,14 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         held["update"] = trained_bytes
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
-        held["reference"] = _count(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
+        held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
-        held["scorer"] = _count(load_reward_model(plan, "meta", 1).model.parameters())
+        held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
         blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
         units = [weights.difference(*blocks), *blocks]  # the root is the first
         sharded = trained if is_whole else weights
-        root, *sizes = [_count(unit & sharded, compute_size) for unit in units]
+        root, *sizes = [_count_bytes(unit & sharded, compute_size) for unit in units]
         # the root stays gathered, and so do the running block and the next one, or all blocks
         gathered_blocks = 2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes)
         held["gathered"] = (root + gathered_blocks) // dims.tensor_size
@@ -105,11 +112,12 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         if plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1:
             units = [trained]
         itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-        held["reduced"] = max(_count(unit & trained, itemsize) for unit in units) // dims.tensor_size
+        held["reduced"] = max(_count_bytes(unit & trained, itemsize) for unit in units) // dims.tensor_size
     return held
 
 
-def _count(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
+def _count_bytes(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
+    """Count the bytes of tensors, with `itemsize` bytes a value if given, else as their dtypes have."""
     return sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
 
 
@@ -125,7 +133,9 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
-    if plan.gpus:  # it computes a chunk's log-probabilities at once, from a copy in float32; a CPU takes a few rows
+    # a GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
+    # another dtype; a CPU takes a few rows at a time
+    if plan.gpus:
         itemsize += 4 if itemsize == 4 else 8
     return copy + n_logits // n_chunks * itemsize
 
@@ -137,13 +147,13 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout)  # other processes have about as many
+    batches = Batches(plan, data, layout)  # those of rank 0; other processes have microbatches of about the same size
     microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:
-    """Bytes that a forward pass keeps, without logits, and a note if they are only estimated."""
+    """Count the bytes that a forward pass keeps, without logits; return them with a note if they are only estimated."""
     config = policy.config.get_text_config()
     compute_size = DTYPES[plan.compute_dtype].itemsize
     n_blocks = config.num_hidden_layers
@@ -151,20 +161,21 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     try:
         kept = _run_on_meta(plan, policy, layout, microbatch)
     except Exception as error:  # a model's own code may raise anything without data
-        # as if the inputs and outputs of all its matrices were kept
+        # count as if the inputs and outputs of all its matrices were kept
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
         problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"
         notes.append(WarningLine(problem))
-    block = kept // n_blocks
+    kept_by_block = kept // n_blocks
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
-        kept = block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
-    return kept + block // 2, notes  # the backward pass of a block takes about half as much as the block keeps
+        kept = kept_by_block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
+    return kept + kept_by_block // 2, notes  # a block's backward pass takes about half as much as the block keeps
 
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> int:
+    """Run a forward pass on the meta device, and count the bytes that it keeps for a backward pass."""
     head = policy.get_output_embeddings()
-    vocabulary = head and head.weight.shape[0]
+    vocabulary = head and head.weight.shape[0]  # None for a reward model
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
@@ -186,7 +197,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     return sum(storage.nbytes() for storage in kept - held)
 
 
-PRODUCTS = {
+PRODUCTS = {  # what autocast computes in its dtype
     F.linear,
     torch.matmul,
     Tensor.matmul,
@@ -199,7 +210,7 @@ PRODUCTS = {
 
 
 class _OnMeta(TorchFunctionMode):
-    """What the meta device lacks: autocast (None: off) and fused attention."""
+    """Gives the meta device what it lacks: autocast (None: off) and fused attention."""
 
     def __init__(self, autocast: torch.dtype | None):
         super().__init__()
@@ -221,7 +232,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what fused kernels keep; it has no backward pass."""
+    """Attention that keeps for its backward pass what fused kernels keep; its output has no values."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Tensor:

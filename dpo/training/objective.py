@@ -79,12 +79,15 @@ class Reduced(NamedTuple):
 
 
 def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: Tensor) -> Reduced:
-    """Gather metrics of all processes, and sum scalars, by one collective and one copy, for which the host waits."""
+    """Gather the examples' metrics from all processes, and sum each scalar over them.
+
+    The host waits for the device here, for one collective and one copy. All processes have metrics of the same names.
+    """
     names = list(metrics[0][1])
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
-    if mesh.counts:  # one of the processes that see the same examples
+    if mesh.counts:  # of the processes that see the same examples, one adds theirs
         table.index_copy_(0, indices, values)
     # one tensor for table and scalars, so that one collective and one copy suffice
     flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
@@ -101,6 +104,7 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
 
 
 def make_scores(columns: NamedTensors, **more: Any) -> Scores:
+    """Make `Scores` of columns and other fields; the columns of the roles `BETWEEN` become one table, (B, ranks)."""
     fields = dict(columns)
     for form in ("{}", "{}_lengths", "reference_{}"):
         by_rank = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
@@ -110,9 +114,9 @@ def make_scores(columns: NamedTensors, **more: Any) -> Scores:
 
 
 def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
-    """The weights, in float64, divided by a power of two so that the largest is about 1.
+    """Return the weights in float64, divided by a power of two so that the largest is about 1.
 
-    So their sum neither overflows nor vanishes, and their ratios are exact.
+    Their sum then neither overflows nor vanishes, and their ratios are exact.
     """
     values = np.asarray(weights, dtype=np.float64)
     _, exponent = np.frexp(values.max(initial=0.0))
@@ -120,9 +124,9 @@ def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
 
 
 def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
-    """The weighted share of opposite labels that each labelled example is ranked correctly against, (B,).
+    """Return for each example the weighted share of examples of the other label that it is ranked correctly against.
 
-    The weighted mean of these shares is the area under the ROC curve.
+    Shapes are (B,). A tie counts half. The weighted mean of the shares is the area under the ROC curve.
     """
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
@@ -164,7 +168,8 @@ class Objective:
         self.device = next(self.policy.parameters()).device
 
     def state_dict(self) -> dict:
-        # a resumed run could not tell: rounded to the reference's dtype, models that differ may be equal
+        # a resumed run could not find out whether models are equal: those that differ may be equal once the policy is
+        # rounded to the reference's dtype
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -174,8 +179,11 @@ class Objective:
     # --- scores ------------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
-        """A model's log-probabilities, summed over the tokens of each response of a microbatch on the device."""
-        with_squares = self.loss.needs_squares and not prefix  # the policy's alone
+        """Return a model's log-probabilities, summed over the tokens of each response of a microbatch on the device.
+
+        The name of a column is the prefix, a role and, for sums over its tail or of squares, a suffix.
+        """
+        with_squares = self.loss.needs_squares and not prefix  # only those of the policy, which has no prefix
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
@@ -183,6 +191,7 @@ class Objective:
         logps = tokens.logps[:, :n_examples]  # (sides, B, T)
         sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the name
         if self.loss.needs_tails:
+            # the tail of a response is what is longer than the shortest response of its example
             is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
             sums["_tail"] = (logps * is_in_tail).sum(-1)
         if tokens.squares is not None:
@@ -224,7 +233,10 @@ class Objective:
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
-        """Compute what the microbatches share; a statistic costs a forward pass of policy and reference on them all."""
+        """Compute what the microbatches share.
+
+        A statistic of the batch costs a forward pass of policy and reference on all microbatches.
+        """
         weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())
         reference = self._find_cached(batch)
@@ -236,12 +248,15 @@ class Objective:
         elif self.loss.batch_statistic and not loss_finds_statistic:
             columns = self.score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
-            if self.loss.reference:
+            if self.loss.reference:  # known now, so that the microbatches need not run it again
                 reference = self._to_device(self._stack_reference(columns))
         return BatchContext(weights, reference, statistic)
 
     def _find_statistic(self, columns: NamedTensors, weights: Sequence[float]) -> Tensor | None:
-        """The loss's statistic of a global batch, (B, k), zeros for ties, which do not count; None if all are ties."""
+        """Return the loss's statistic of a global batch, (B, k), or None if all its examples are ties.
+
+        Ties, which have weight 0, do not count: their rows are 0.
+        """
         if not any(weights):
             return None
         has_weight = torch.tensor([weight > 0 for weight in weights])
@@ -258,7 +273,7 @@ class Objective:
         *,
         split: str,
     ) -> tuple[Tensor, NamedTensors]:
-        """Losses of a microbatch on the device, (B,), and detached metrics."""
+        """Return the losses of a microbatch on the device, (B,), and detached metrics, (B,) each."""
         columns = self.score(microbatch, context.reference)
         # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
         has_weight = context.weights[microbatch.indices] > 0
@@ -272,7 +287,7 @@ class Objective:
         return output.losses, self._metrics(columns, output, split=split)
 
     def weigh(self, losses: Tensor, microbatch: Microbatch, context: BatchContext) -> Tensor:
-        """A microbatch's part of the weighted mean over the global batch, times the loss scale."""
+        """Return a microbatch's part of the weighted mean over the global batch, times the loss scale."""
         weights = context.weights[microbatch.indices]  # (B,)
         weighted = losses.where(weights > 0, 0) * weights  # the loss of a tie may be infinite
         return weighted.sum() * self.mesh.data_size * self.loss_scale.value  # data_size undoes FSDP's averaging
@@ -303,14 +318,14 @@ class Objective:
         cache_rows: Sequence[int],
         **scalars: Tensor,
     ) -> Reduced:
-        """`reduce_metrics`, and cache the reference's log-probabilities in these rows."""
+        """Call `reduce_metrics`, and store the reference's log-probabilities in these rows of its cache, if any."""
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
         if self.loss.reference and cache_rows:
             self.reference.logps.store(cache_rows, self._stack_reference(reduced.examples))
         return reduced
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Update running values by means over the global batch."""
+        """Note that the policy has changed, and update the running average by means over the global batch."""
         self.models_are_equal = False
         chosen = metrics.get("rewards_train/chosen")
         rejected = metrics.get("rewards_train/rejected")
@@ -384,9 +399,9 @@ class Objective:
 
     @torch.no_grad()
     def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
-        """Read from a folder, or compute, the reference's log-probabilities; free its model unless it is the policy.
+        """Read the reference's log-probabilities from a folder, compute those that are missing, and write them all.
 
-        Returns a message, which is a warning if they cannot be written.
+        The model is then freed, unless it is the policy. Returns a message, which is a warning if writing fails.
         """
         reference = self.reference
         logps = reference.logps
@@ -419,14 +434,14 @@ class Objective:
                     f"{path} could not be written, so another run scores the reference's examples again: "
                     f"{one_sentence(error)}"
                 )
-        if reference.in_use is nullcontext:  # else it switches adapters of the policy, which is then the model
+        if reference.in_use is nullcontext:  # otherwise the model is the policy, whose adapters `in_use` switches
             reference.model = None
             gc.collect()  # a sharded model is part of reference cycles
             torch.cuda.empty_cache()
         return message
 
     def _find_cached(self, batch: Batch) -> Tensor | None:
-        """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
+        """Return the reference's log-probabilities, (B, columns) on the device; None unless all examples are cached."""
         if not self.loss.reference:
             return None
         cached = self.reference.logps.find(batch.cache_rows)
@@ -448,14 +463,15 @@ def make_objective(
     data: TrainingData,
     mesh: Mesh,
 ) -> Objective:
-    """An objective whose layout both models support."""
-    # whether gradients that float16 computes flow into weights that may hold smaller ones
+    """Make an objective, with a layout that both models support, and find out whether the models are equal."""
+    # the loss is scaled so that float16 loses no small gradients on their way to the weights; those of float16 weights
+    # are in float16 themselves, and would be lost in any case
     trains_float16 = plan.lora is None and plan.model.policy_dtype == "float16"
     scales_loss = (plan.model.autocast or plan.compute_dtype) == "float16" and not trains_float16
     objective = Objective(
         policy,
         reference,
-        Padded(),
+        Padded(),  # until the layout is chosen below
         mesh,
         plan.loss,
         autocast=DTYPES.get(plan.model.autocast),

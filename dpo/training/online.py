@@ -44,7 +44,7 @@ REFERENCE_STREAM = 1
 
 
 def gather_results(mesh: Mesh, result: Any, failure: str | None, error_class: type[Exception]) -> list:
-    """The results of all processes, by rank; if one reports a failure, all raise it together."""
+    """Return the results of all processes, by rank; if one reports a failure, all raise it together."""
     results = []
     for rank_result, rank_failure in mesh.gather_all((result, failure)):
         if rank_failure:
@@ -70,11 +70,14 @@ class Sampler:
         numbers: Sequence[int],
         sampling: Sampling,
     ) -> list[Answer]:
-        """Answer prompts of this process, while all others answer theirs."""
-        tokens = itertools.count()
+        """Answer prompts of this process, while all others answer theirs.
+
+        An answer's number in the run and `sampling.seed` determine its random numbers.
+        """
+        token_indices = itertools.count()
 
         def before_token(*_: Any) -> None:
-            index = next(tokens)
+            index = next(token_indices)
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
@@ -94,13 +97,14 @@ class Sampler:
         n_each: int = 1,
         may_fail: bool = False,
     ) -> list[Answer]:
-        """Answer examples' prompts on all processes together, where each comes `n_each` times; all get all answers.
+        """Answer the prompts of examples, which are shared among the processes; all return all answers, in order.
 
-        If it `may_fail`, any error becomes SamplingFailed on every process, or RunError if the others go on.
+        Each prompt is there `n_each` times. If sampling `may_fail`, any error becomes SamplingFailed on every process,
+        or RunError if the others go on.
         """
         mesh = self.objective.mesh
         by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt))
-        own = by_length[mesh.data_rank :: mesh.data_size]
+        own = by_length[mesh.data_rank :: mesh.data_size]  # indices of the examples that this process answers
         if len(own) < math.ceil(len(examples) / mesh.data_size):
             own.append(by_length[-1])  # one more of the longest, as all processes take part in every forward
         drawn = {}
@@ -117,7 +121,7 @@ class Sampler:
                 raise
             release_gathered(model)  # the forward pass may not have ended
             failure = f"{type(error).__name__} {one_sentence(error)}"
-        patience = PATIENCE_SECS if failure else 0
+        patience = PATIENCE_SECS if failure else 0  # without a failure, it waits in `gather_results`
         if may_fail and not all_arrive("the end of sampling", patience_secs=patience):
             raise RunError(
                 f"this process alone could not draw samples, and the others would wait for it: {failure}; "
@@ -146,6 +150,7 @@ class OnlineBatches(Batches):
             n_examples=plan.data.n_eval_examples,
             seed=self.seed,
         )
+        # `once` yields batches of one id each
         self.held_out = [data.test[index] for [(index, _)] in once]
         self._encoded = [make_prompt_example(prompt, data, plan) for prompt in self.held_out]
         for prompt in (*pick_training_prompts(data), *self.held_out):
@@ -176,13 +181,14 @@ class OnlineBatches(Batches):
             )
 
     def prepare(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
-        """The prompts of a batch, which is drawn once it is due."""
+        """Return a batch's prompts; they are answered when the update is due, by the policy of that time."""
         return [self.data.train[index] for index, _ in example_ids]
 
     def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
-        """Make the pairs of an update: `n_offline` from the data, others the best and worst of the policy's answers.
+        """Make an update's batch of a pair for each prompt.
 
-        Raises ScorerFailed on every process.
+        For `n_offline` prompts it is a pair of the data, for others the best and worst of the policy's answers. Raises
+        ScorerFailed on every process.
         """
         n_samples = self.online.n_samples
         # examples and pairs are keyed by the prompt's index in the batch
@@ -240,7 +246,7 @@ class OnlineBatches(Batches):
         )
 
     def _choose_offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, Example]:
-        """Examples of the data for `n_offline` random prompts, by index in the batch."""
+        """Choose `n_offline` prompts at random, and a pair of the data for each; return these by index in `prompts`."""
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         texts = {}
         for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
@@ -249,9 +255,10 @@ class OnlineBatches(Batches):
         return dict(zip(texts, self.encode(list(texts.values())), strict=True))
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of answers to held-out prompts (docs/metrics.md), with the same random numbers at every evaluation.
+        """Return metrics of answers to held-out prompts (docs/metrics.md).
 
-        Raises ScorerFailed on every process.
+        The answers are drawn and scored with the same random numbers at every evaluation. Raises ScorerFailed on every
+        process.
         """
         reference = self.objective.reference
         answers = self._answer_held_out(self.objective.policy, POLICY_STREAM)
@@ -290,6 +297,7 @@ class OnlineBatches(Batches):
 
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
         """Draw and score an answer to each held-out prompt."""
+        # two numbers for each prompt: the policy's and the reference's
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
         answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
         release_gathered(model)
@@ -302,6 +310,10 @@ class OnlineBatches(Batches):
         *,
         seed: Sequence[int],
     ) -> list[Answer]:
+        """Return all answers with scores, on every process; one without an end token costs `missing_eos_penalty`.
+
+        Raises ScorerFailed on every process.
+        """
         own: Any = np.arange(len(answers))  # the answers that this process scores
         if self.scorer.in_parallel:  # a reward model is on every process, a user's function on rank 0 alone
             own = np.array_split(own, self.mesh.world_size)[self.mesh.rank]
@@ -325,7 +337,7 @@ class OnlineBatches(Batches):
 
 
 def pick_training_prompts(data: TrainingData) -> list[Prompt]:
-    """About 400 evenly spaced training prompts, or all if fewer."""
+    """Return 400 to 800 evenly spaced training prompts, or all if there are fewer: enough for checks and estimates."""
     return data.train[:: max(1, len(data.train) // 400)]
 
 
@@ -358,13 +370,14 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
 
 def draw_label(drawn: OnlinePair, seed: Sequence[int]) -> OnlinePair:
     """Draw which answer of a pair is chosen, by the Bradley-Terry model."""
-    best = drawn.answers[drawn.best]
-    worst = drawn.answers[drawn.worst]
-    probability_of_best = 1 / (1 + math.exp(worst.score - best.score))
+    best_answer = drawn.answers[drawn.best]
+    worst_answer = drawn.answers[drawn.worst]
+    probability_of_best = 1 / (1 + math.exp(worst_answer.score - best_answer.score))
     return drawn._replace(is_flipped=bool(np.random.default_rng(seed).random() >= probability_of_best))
 
 
 def _measure(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Return columns with a value for each answer, by the last part of a metric's name."""
     return {
         "score": [answer.score for answer in answers],
         "length": [len(answer.tokens) for answer in answers],
@@ -383,5 +396,5 @@ def _compute_metrics(drawn: Sequence[OnlinePair], *, may_flip: bool) -> dict[str
 
 
 def group(items: Sequence, size: int) -> list[list]:
-    """Lists of `size` items each, the last maybe of fewer."""
+    """Return lists of `size` items each, the last maybe of fewer."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]

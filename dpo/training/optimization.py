@@ -16,7 +16,7 @@ from dpo.parallel.sharding import local_parameters
 from dpo.settings.keys import Optimizer, TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in get_args(Optimizer)}
-SCHEDULES = {  # fraction of the decay still to come, once a fraction `done` of the updates after the warm-up is over
+SCHEDULES = {  # the share of the decay still to come, by the share `done` of the updates after the warm-up
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
@@ -29,12 +29,12 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
 
 
 def make_optimizer(training: TrainingPlan, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a model's trained weights, or InputError for arguments that its class does not take."""
+    """Make the optimizer of a model's trained weights; raise InputError for arguments that its class does not take."""
     optimizer_class = (OPTIMIZERS | plugins.OPTIMIZERS)[training.optimizer]
     arguments = training.optimizer_args
     try:
         return optimizer_class(local_parameters(trained_parameters(model)), lr=training.lr, **arguments)
-    except Exception as error:  # torch has many for wrong arguments
+    except Exception as error:  # torch raises many types for wrong arguments
         accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
         raise InputError(
             f"optimizer_args={json.dumps(arguments)} do not suit optimizer={training.optimizer}, which takes "
@@ -53,7 +53,7 @@ def check_optimizer(training: TrainingPlan) -> None:
 
 
 def count_states(training: TrainingPlan) -> int:
-    """Values that the optimizer keeps for each weight."""
+    """Count the values that the optimizer keeps for each weight; each of the options below adds one."""
     n_values = {"Adafactor": 0, "SGD": 0, "Adagrad": 1, "ASGD": 1, "RMSprop": 1}.get(training.optimizer, 2)
     return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
 
@@ -65,7 +65,7 @@ GOOD_UPDATES = 2000  # after which the scale is doubled
 class LossScale:
     """The factor of a loss whose gradient is computed in float16, where small values would be 0.
 
-    It is adapted as by torch.amp.GradScaler, but an overflow shows in the gradient's norm, which the processes know.
+    It is adapted as by torch.amp.GradScaler, but an overflow shows in the gradient's norm, which all processes have.
     """
 
     def __init__(self, *, is_adapted: bool = False):
@@ -74,7 +74,7 @@ class LossScale:
         self.n_good = 0  # updates since it was changed
 
     def adapt(self, grad_norm: float) -> bool:
-        """Adapt the scale to an update's gradient; return whether this may be used."""
+        """Adapt the scale to an update's gradient; return whether the gradient may be used: not after an overflow."""
         if not self.is_adapted:
             return True
         has_overflowed = not math.isfinite(grad_norm)
@@ -108,7 +108,7 @@ class Schedule(LambdaLR):
     ):
         decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
-        # saved in checkpoints
+        # an attribute, as LambdaLR saves these in checkpoints, so that a run made longer keeps its warm-up
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](data_size)
@@ -125,7 +125,7 @@ class Schedule(LambdaLR):
     def load_state_dict(self, state: Mapping) -> None:
         # unknown keys are dropped: torch would make attributes of them
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
-        self._last_lr = []  # the next update's
+        self._last_lr = []  # the rates of the next update, on the curve of this run's length
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)
             self._last_lr.append(group["lr"])

@@ -43,6 +43,7 @@ class TrainerParts(RunState):
         resume_from: Path | None = None,
     ):
         """`models` are policy and separate reference, or functions that load them; None: those that the plan names."""
+        # `dpo.recipe` has done this before, but the reference code's trainers are made without it
         set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
         self.plan = plan
         self.data = data
@@ -79,7 +80,7 @@ class TrainerParts(RunState):
         )
         context = RunContext(plan, run_dir, rank, data, self.progress.line, policy)
         self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)
-        super().__init__(
+        super().__init__(  # what the part `trainer` of a checkpoint has
             reference,
             frozen_digest,
             objective=self.objective,
@@ -97,7 +98,7 @@ class TrainerParts(RunState):
             self.checkpoints.restore(resume_from, self.list_parts())
 
     def list_parts(self) -> list[Part]:
-        """The parts of a checkpoint, in the order of writing; not kept, as they refer to this trainer."""
+        """List the parts of a checkpoint in the order of writing, anew each time: they refer to this trainer."""
         reference = self.objective.reference
         parts = [policy_part(self.objective.policy)]
         if reference and self.plan.follow_every:  # the reference is saved only if it changes
@@ -111,7 +112,10 @@ class TrainerParts(RunState):
         ]
 
     def _find_models(self, models: tuple | None, resume_from: Path | None) -> tuple:
-        """Give the caller's models the weights of a checkpoint, or make functions that load those of the plan."""
+        """Return policy and reference: the caller's, or functions that load those of the plan.
+
+        The caller's models get the weights of the checkpoint that the run resumes from.
+        """
         model = self.plan.model
         if models:
             policy, reference = models
@@ -125,7 +129,7 @@ class TrainerParts(RunState):
         return model_loaders(self.plan, resume_from)
 
     def _make_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
-        """The loaded and distributed policy, and its frozen weights' digest (`load_policy`)."""
+        """Load and distribute the policy; return it with the digest of its frozen weights (`load_policy`)."""
         plan = self.plan
         policy, frozen_digest = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
@@ -135,6 +139,7 @@ class TrainerParts(RunState):
         return place(plan, policy, self.mesh, self.frozen_whole, plan.compute_dtype), frozen_digest
 
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
+        """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
         plan = self.plan
         n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()
         identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
@@ -155,7 +160,10 @@ class TrainerParts(RunState):
 
 
 def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
-    """Whether frozen weights are whole on every process: if they fit on each, as GPUs may be in use by others."""
+    """Decide whether every process holds frozen weights whole: as set, or if they fit on all processes.
+
+    The processes ask each other, as some of their GPUs may be in use by others.
+    """
     frozen = decide_frozen_weights(plan)
     if mesh.any(frozen == "sharded"):
         frozen = "sharded"

@@ -56,6 +56,7 @@ class ReferenceLogps:
             self.table = logps.astype(np.float64)
 
     def find_path(self, folder: str, reference_digest: str | None) -> Path:
+        """Return the path of the file for this reference and these examples, which may not exist yet."""
         facts = repr((reference_digest, self.identity, self.table.shape))
         name = hashlib.sha256(facts.encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
@@ -70,9 +71,10 @@ class ReferenceLogps:
 
 @dataclass(eq=False)
 class Reference:
-    """The frozen reference: a model, None once it was freed as all examples are cached, and its log-probabilities.
+    """The frozen reference: a model and the cache of its log-probabilities.
 
-    The model may be the policy's own module, which is the reference only inside `in_use()`, by another adapter or none.
+    The model is None once it was freed, as all examples are cached. It may be the policy's own module, which is the
+    reference only inside `in_use()`, where it has another adapter or none.
     """
 
     model: nn.Module | None

@@ -56,9 +56,9 @@ def set_up_libraries(plan: Plan, *, progress_bars: bool = True) -> None:
 
 
 def find_shared_facts(plan: Plan) -> dict[str, str]:
-    """What processes of several machines must have in common before they read data, for `check_alike`.
+    """Return what processes on several machines must have in common before they read data, for `check_alike`.
 
-    Paths may differ: what is read there is compared once it is read.
+    Values with a path are left out, as paths may differ: what is read there is compared once it is read.
     """
     facts = {
         "torch": version("torch"),
@@ -73,7 +73,7 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
 
 
 def record_setup(plan: Plan, objective: Objective) -> str:
-    """Say how many processes train over what, on which devices, in which layout and by which attention.
+    """Return a line on how many processes train over what, on which devices, in which layout and by which attention.
 
     Every process must call it; rank 0 writes the facts to `env.json`, too.
     """
@@ -114,7 +114,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
 
 
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
-    """Notes on processes and devices, the model, the samples, and the disk that the run needs.
+    """Return notes on processes and devices, the model, the samples, and the disk that the run needs.
 
     Every process must call it; rank 0 raises InputError if the disk has no room for the run.
     """
@@ -132,6 +132,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
         run_dir = Path(plan.run.local_run_dir)
+        # a resumed run has written some of its checkpoints already
         n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
         free = shutil.disk_usage(run_dir).free
         note = (
@@ -192,8 +193,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     dtype = torch.float32
     if mesh.tensor_size > 1:  # forwards of the same inputs may differ by the rounding of the dtype of the forward pass
         dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
-    size = max(1.0, _find_largest(eval_logps))  # at least 1: a reward model gives rewards, which may be near 0
-    if difference > MAX_EPSILONS * torch.finfo(dtype).eps * size:
+    magnitude = max(1.0, _find_largest(eval_logps))  # at least 1: a reward model gives rewards, which may be near 0
+    if difference > MAX_EPSILONS * torch.finfo(dtype).eps * magnitude:
         raise InputError(
             f"self-test: log-probabilities of {type(policy).__name__} in train and eval mode differ by "
             f"{difference:.3g}: disable dropout or router noise in its config"
@@ -212,7 +213,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
             "margins"
         )
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
-    if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * size:
+    if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * magnitude:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
             "the same weights: load both from model.archive, or set self_test=false"
@@ -221,9 +222,13 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
 
 
 def _check_causality(objective: Objective) -> None:
-    """Raise InputError if log-probabilities depend on later tokens."""
+    """Raise InputError if log-probabilities depend on later tokens.
+
+    Two responses to a prompt of one token begin with the same tokens, whose log-probabilities must be the same although
+    the responses end differently. Both are in the batch twice, which shows how much equal rows differ by rounding.
+    """
     policy: Any = objective.policy.eval()
-    n = 4  # tokens of each part
+    n = 4  # tokens in the common part and in each end
     vocab_size = policy.config.get_text_config().vocab_size
     tokens = tuple(i % vocab_size for i in range(1, 2 * n + 2))
     common = tokens[1 : n + 1]
@@ -233,7 +238,7 @@ def _check_causality(objective: Objective) -> None:
     with without_compilation(), without_tf32():
         output = objective.forward_tokens(policy, padded, microbatch.to(objective.device).inputs)
     logps = output.logps[..., :n]  # (2, 2, n): the common tokens, in two rows of each response
-    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows in other places of the batch
+    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows at two places of the batch
     noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
     if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:
         raise InputError(

@@ -10,6 +10,8 @@ TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check is a collecti
 
 @dataclass
 class StopRequest:
+    """The signals that this process has received, and whether the processes have agreed to stop."""
+
     mesh: Mesh
     signals: list[int] = field(default_factory=list)  # signal numbers, in the order received
     is_agreed: bool = False  # whether every process knows that one has received a signal; set by `train_step`
@@ -17,7 +19,7 @@ class StopRequest:
     def raise_if_agreed(self) -> None:
         """Raise Stopped if all processes have agreed; one that runs alone needs no agreement."""
         if self.is_agreed or (self.mesh.world_size == 1 and self.signals):
-            raise Stopped(*self.signals[:1])
+            raise Stopped(*self.signals[:1])  # without a signal of its own, this process names Stopped's default
 
     def raise_if_any(self) -> None:
         """Raise Stopped on every process if any has received a signal."""
@@ -25,6 +27,6 @@ class StopRequest:
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """`raise_if_any`, if due before this token."""
+        """Call `raise_if_any` before every token, or before every few with several processes."""
         if self.mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()
