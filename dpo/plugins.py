@@ -10,13 +10,13 @@ from dpo.losses import LOSSES, Loss, Losses, list_options, list_parameters
 from dpo.system.users_code import hash_code, load_module
 
 Rows = Iterable[Mapping]
-ADDED_LOSSES: dict[str, dict] = {}  # options with their defaults, REQUIRED for those without
+ADDED_LOSSES: dict[str, dict] = {}  # by loss: each option's default, or REQUIRED if it has none
 DATASETS: dict[str, Callable[[str], Rows | None]] = {}
 READERS: dict[str, Callable[[Mapping], Mapping | None]] = {}
 OPTIMIZERS: dict[str, type] = {}
 CALLBACKS: dict[str, type] = {}
-REQUIRED = "???"
-_digests: dict[Path, str] = {}  # the files that have run, with their digests
+REQUIRED = "???"  # how OmegaConf writes a value that is missing
+_digests: dict[Path, str] = {}  # by file that has run
 
 
 def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
@@ -30,6 +30,7 @@ def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
     parameters = inspect.signature(formula).parameters
     defaults = {}
     for option, annotation in list_parameters(loss).items():
+        # `list_options` has one type for each name, which a plugin's loss must not change
         has_type = annotation is not inspect.Parameter.empty and known_types.get(option, annotation) == annotation
         if option == "name" or not has_type:
             raise InputError(
@@ -51,8 +52,9 @@ def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
 
 
 def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
-    """Add `dataset_sources.DATASET.reader=NAME`: makes a row of docs/formats.md from a row of the data, or None to
-    leave it out.
+    """Add `dataset_sources.DATASET.reader=NAME`.
+
+    `read` makes a row as docs/formats.md describes it from a row of the data, or returns None to leave the row out.
     """
     _check_name(name, READERS, "reader")
     READERS[name] = read
@@ -71,12 +73,13 @@ def add_callback(name: str, callback: type) -> None:
 
 
 def _check_name(name: str, table: Mapping, what: str) -> None:
+    """Raise InputError for a name that the table has, or that is not an identifier with - counted as _."""
     if name in table or not name.replace("-", "_").isidentifier():
         raise InputError(f"{what} {name!r}: this name is taken, or has other characters than letters, digits and _")
 
 
 def run_plugins(files: Sequence[str]) -> None:
-    """Run files that have not run in this process; InputError for one that fails."""
+    """Run each file that has not yet run in this process. Raises InputError for one that fails."""
     for name in files:
         file = Path(name).expanduser().resolve()
         if file not in _digests:
@@ -85,5 +88,5 @@ def run_plugins(files: Sequence[str]) -> None:
 
 
 def find_digests() -> list[str]:
-    """Digests of the files that have run, which a resumed run compares."""
+    """Return digests of the files that have run. A resumed run compares them with its own."""
     return sorted(_digests.values())

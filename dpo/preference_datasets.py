@@ -37,15 +37,15 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping | None = None,
 ) -> Iterator[PaddedBatch]:
-    """Yield tokenized batches in the order of `iterate_examples`, as the reference code does.
+    """Yield padded batches as the reference code does, in the order of `iterate_examples`.
 
-    With `n_examples` alone the data is repeated. Trainers do not use it.
+    If `n_examples` is given and `n_epochs` is not, epochs follow one another until there are that many examples.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
     trains_on = "targets" if sft_mode else "pairs"
     sources = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
-    loaded = []
+    loaded = []  # one split of each dataset
     for name in names:
         loaded += load_splits(
             name, tokenizer, sources, splits=[split], cache_dir=cache_dir, silent=silent, trains_on=trains_on

@@ -17,7 +17,8 @@ MEANINGS = {
     HH: r"\n\nHuman: ...\n\nAssistant:",
     RAW: "plain text, as it is",
 }
-SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}  # in a dialogue in HH's format
+# by role, what begins a message in a dialogue in HH's format
+SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}
 MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 TURN = r"[A-Z]\w{0,15} ?:"  # a speaker, as in `USER: Hi ASSISTANT:`
@@ -34,9 +35,12 @@ class TemplateRejects(Exception):
 
 
 def share_header(prompts: Sequence[str]) -> bool:
-    """Whether most texts end in the same header of an answer; a single one may end in a colon by chance."""
+    """Whether more than half of the texts end in the same header of an answer.
+
+    A few may end in one by chance, such as a question that ends in a colon.
+    """
     matches = (HEADER.search(prompt.rstrip()) for prompt in prompts)
-    headers = Counter(match[match.lastindex or 0] for match in matches if match)
+    headers = Counter(match[match.lastindex or 0] for match in matches if match)  # the one group that matched
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 
@@ -45,16 +49,17 @@ def is_dialogue(prompt: str) -> bool:
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Render messages; raises TemplateRejects."""
+    """Render messages to text. Raises TemplateRejects, whatever error the template raises."""
     try:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TypeError:  # a template may append the arguments of calls to text, as DeepSeek-V3's does
+        except TypeError:
+            # A template may append the arguments of calls to text, as DeepSeek-V3's does. It needs them as JSON.
             written = copy.deepcopy(messages)
-            calls = [call["function"] for message in written for call in message.get("tool_calls", ())]
-            if not calls:
+            functions = [call["function"] for message in written for call in message.get("tool_calls", ())]
+            if not functions:
                 raise
-            for function in calls:
+            for function in functions:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             return tokenizer.apply_chat_template(written, tokenize=False, **options)
     except Exception as error:  # a template is a program, which may raise anything
@@ -62,12 +67,16 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def is_prefilled(prompt: Messages) -> bool:
-    """Whether a prompt ends in the beginning of an answer."""
+    """Whether a prompt ends in the beginning of an answer, which responses continue."""
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
 
 
 def render_open(tokenizer: Any, messages: Messages, *, tools: Any, continued: bool) -> str:
-    """Render messages up to the answer: with the generation prompt, or, `continued`, to the end of the last content."""
+    """Render messages up to the place where the answer goes on.
+
+    That is behind the generation prompt, or, if the last message is `continued`, behind this message's content. Raises
+    TemplateRejects.
+    """
     if not continued:
         return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
     marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
@@ -78,7 +87,7 @@ def render_open(tokenizer: Any, messages: Messages, *, tools: Any, continued: bo
 
 
 def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts, keys and numbers in a value."""
+    """Yield the texts, keys and numbers in a nested value, numbers as text."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -90,7 +99,7 @@ def iterate_texts(value: Any) -> Iterator[str]:
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy messages or tools with other texts."""
+    """Copy messages or tools, with `change` applied to each text that is not a key."""
     if isinstance(value, dict):
         return {key: change_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
@@ -99,7 +108,7 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """A prompt may be a rendered chat, a dialogue or one user turn."""
+    """Return prompt and answer as a chat. The prompt may be one itself, a dialogue in HH's format, or a user's text."""
     if is_dialogue(prompt.text) and not prompt.rendered:
         return split_turns(prompt.text, answer)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
@@ -110,8 +119,12 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 
 
 def split_turns(dialogue: str, answer: str) -> Messages:
-    """Split a dialogue in HH's format, and its answer, into messages of alternating speakers."""
-    _, *parts, _ = SPEAKER.split(dialogue)  # a speaker, a text, a speaker, a text, ..., and whose turn the answer is
+    """Split a dialogue in HH's format, and its answer, into messages.
+
+    Turns of one speaker in a row become one message.
+    """
+    # a speaker, a text, a speaker, a text, ..., the speaker of the answer; before and behind these are empty texts
+    _, *parts, _ = SPEAKER.split(dialogue)
     messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):
         role = "user" if speaker == HUMAN else "assistant"
@@ -123,7 +136,10 @@ def split_turns(dialogue: str, answer: str) -> Messages:
 
 
 def write_dialogue(messages: Messages) -> str:
-    """Write messages in HH's format, up to the answer or to the end of its beginning; system turns come first."""
+    """Write messages in HH's format, up to the place where the answer begins or, in a prefilled prompt, goes on.
+
+    A system turn is written without a speaker. Raises InputError for calls, and for roles that the format lacks.
+    """
     written = []
     for message in messages:
         role, content = message["role"], message["content"].strip()

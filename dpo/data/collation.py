@@ -1,7 +1,8 @@
 """The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods.
 
-Beside texts it has `NAME_input_ids`, `NAME_attention_mask` and `NAME_labels` (not of the prompt), padded with the pad
-token, 0 and -100: prompts on the left, others on the right. In SFT mode there is no `rejected`.
+For each NAME of prompt, chosen and rejected it has texts, and the tensors `NAME_input_ids`, `NAME_attention_mask` and
+`NAME_labels`. Token ids are padded with the pad token, masks with 0 and labels with -100, prompts on the left and the
+others on the right. There are no `prompt_labels`. In SFT mode there is no `rejected`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ PaddedBatch = dict  # texts in lists, and int64 tensors (rows, tokens)
 
 
 def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: int) -> list[dict]:
-    """Make the rows of a `PaddedBatch`, before padding."""
+    """Make the rows of a `PaddedBatch`, before padding; the limits are those of `encode_examples`."""
     rows = []
     encoded = encode_examples(examples, encode, **limits)
     for (prompt, index), example in zip(examples, encoded, strict=True):
@@ -52,7 +53,10 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict:
-    """Make a row of a `PaddedBatch`, with lists for tensors; raises InputError for EOS in a text or an unknown mode."""
+    """Make a row of a `PaddedBatch`, with lists in place of tensors.
+
+    Raises InputError for EOS in a text, and for an unknown mode.
+    """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
     pair = Prompt(prompt, [chosen, rejected], [{"chosen": 0, "rejected": 1}], truncation_mode)
@@ -66,11 +70,12 @@ def tokenize_batch_element(
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
-    """Recover the examples of a padded batch; a prompt ends before the first scored token."""
+    """Recover the examples of a padded batch. A prompt ends before the first token that is scored in any response."""
     roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in batch)
     scored = {role: batch[f"{role}_labels"] != IGNORE_INDEX for role in roles}  # each (rows, tokens)
     examples = []
     for row in range(len(batch["chosen_input_ids"])):
+        # argmax of zeros and ones is the position of the first one
         n_prompt = min(int(scored[role][row].int().argmax()) for role in roles)
         prompts = set()
         responses = []
@@ -80,7 +85,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             ids = batch[f"{role}_input_ids"][row, :length].tolist()
             prompts.add(tuple(ids[:n_prompt]))
             responses.append(tuple(ids[n_prompt:]))
-            # a cut is where scoring stops or starts again
+            # cuts are where scoring stops and starts again; what is before and behind the response counts as scored
             flags = scored[role][row, n_prompt:length].tolist()
             neighbours = enumerate(pairwise([True, *flags, True]))
             cuts.append(tuple(i for i, (before, here) in neighbours if before != here))
@@ -106,8 +111,8 @@ def get_collate_fn(tokenizer: Any) -> Callable[[list[dict]], PaddedBatch]:
         batch: PaddedBatch = {}
         for key in rows[0]:
             batch[key] = [row[key] for row in rows]
-            name, _, kind = key.partition("_")
-            if kind in pad_values:  # others are texts
+            name, _, kind = key.partition("_")  # such as "chosen" and "input_ids"
+            if kind in pad_values:  # other kinds are texts
                 batch[key] = pad_sequence(
                     [torch.LongTensor(ids) for ids in batch[key]],
                     batch_first=True,
@@ -124,7 +129,7 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, Tensor]:
     concatenated = {}
     for kind in ("input_ids", "attention_mask", "labels"):
         rows = [*batch[f"chosen_{kind}"], *batch[f"rejected_{kind}"]]
-        pad_value = IGNORE_INDEX if kind == "labels" else 0
+        pad_value = IGNORE_INDEX if kind == "labels" else 0  # for token ids too, as in the reference code
         concatenated[f"concatenated_{kind}"] = pad_sequence(
             rows,
             batch_first=True,

@@ -23,16 +23,16 @@ SYNONYMS = {
     SYSTEM: "systemprompt",
 }
 NOUNS = ("response", "answer", "completion", "output", "reply", "text", "messages", "message", "conversation")
-# Names of a column that says which of two others is better, and what tells these two apart.
+# Names of a column that says which of two others is better.
 VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label".split()
-SIDES = ("ab", "12", "01")
+SIDES = ("ab", "12", "01")  # what tells the names of these two columns apart
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
-TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # a value may go on: "both bad"
+TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # beginnings, as of "both bad"
 
 
 class Columns(NamedTuple):
     used: dict[str, str]  # the column of each field
-    unused: list[str]
+    unused: list[str]  # columns
     verdict: str | None = None  # the column that says which of two responses is better
     sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
 
@@ -48,9 +48,9 @@ class Columns(NamedTuple):
         return "; ".join(parts)
 
     def find_fields(self, row: Mapping) -> dict[str, str]:
-        """Find the column of each field in a row, none in a tie.
+        """Find the column of each field in a row; {} for a tie.
 
-        Raises InputError if the better response is not known.
+        Raises InputError if the verdict does not say which response is better.
         """
         if not self.verdict:
             return self.used
@@ -79,7 +79,8 @@ def recognize(
     """Recognize the columns of a loss's fields; raises InputError, with the fix, if a field has no column or several.
 
     `configured` maps fields to columns, and a field without a column to None. Pairs need no column for the prompt if
-    chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone.
+    chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone. Messages
+    call the dataset `name`, and the place of its rows `origin`.
     """
     objects = [row for row in rows if isinstance(row, Mapping)]
     if not objects and isinstance(rows[0], InputError):  # no row can be parsed
@@ -95,10 +96,11 @@ def recognize(
     candidates = _find_candidates(present, configured)
     verdict = None
     sides = {}
-    # texts that are named rejected go before a verdict, but `loser` may name a response too
-    named = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
-    if named != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
+    # Rejected texts need no verdict. But a column such as `loser` may say "a" or "b", which are no texts.
+    rejected_sides = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
+    if rejected_sides != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(first_rows, present, origin)
+    # in any order: `Columns.find_fields` says for each row which of the two is chosen
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
         candidates[field] = [column]
     are_whole = _begin_with_prompt(first_rows, candidates, configured)
@@ -108,7 +110,7 @@ def recognize(
         # without a prompt, a chat that the messages of chosen and rejected continue
         candidates["prompt"] = candidates["prompt"] or candidates["messages"]
     form, is_clear = _choose_form(FORMS[trains_on], candidates, configured)
-    # that a response is the better one in every record is no fix if a verdict says which is
+    # no message advises to name chosen and rejected if a verdict tells them apart in each row
     to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
     if not is_clear:
         if isinstance(rows[0], TableRow) and not any(candidates.values()):
@@ -121,7 +123,7 @@ def recognize(
     fields = [*form, TOOLS]
     if "prompt" in form:
         fields.append("input")
-    if trains_on != "prompts":  # a record's weight is not for other responses, which online runs draw
+    if trains_on != "prompts":  # a weight is for the record's responses, and online runs draw others
         fields.append("weight")
     if with_margins and "responses" not in form:  # one margin does not fit all pairs of a list
         fields.append("margin")
@@ -129,13 +131,15 @@ def recognize(
         fields.append(SYSTEM)
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
-    texts = [column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)]
-    if form == WHOLE_PAIR_FIELDS and texts and not are_whole:
-        with_prompt = _write_override(key, ("prompt", *to_name), {**candidates, "prompt": texts})
+    unused_texts = [
+        column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)
+    ]
+    if form == WHOLE_PAIR_FIELDS and unused_texts and not are_whole:
+        with_prompt = _write_override(key, ("prompt", *to_name), {**candidates, "prompt": unused_texts})
         without = "" if verdict else f", or {_write_override(key, form, candidates)}"
         raise InputError(
-            f"{origin}: the prompt of chosen and rejected may be {' or '.join(texts)}, or what both begin with: set "
-            f"{with_prompt}{without}"
+            f"{origin}: the prompt of chosen and rejected may be {' or '.join(unused_texts)}, or what both begin "
+            f"with: set {with_prompt}{without}"
         )
     return Columns(used, unused, verdict, sides)
 
@@ -166,7 +170,7 @@ def _refuse_table_without_names(present: Sequence[str], origin: str) -> None:
 def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Find the columns of each field: that of the config, that of the field's name, or all with one of its synonyms."""
     free = [column for column in present if column not in configured.values()]
-    candidates = {"input": []}
+    candidates = {"input": []}  # the second part of a prompt, which only Alpaca's form has
     for field in FIELDS:
         names = {field, *SYNONYMS.get(field, "").split()}
         if field in configured:
@@ -192,7 +196,11 @@ def _remove_noun(name: str) -> str:
 def _begin_with_prompt(
     rows: Sequence[Mapping], candidates: Mapping[str, list[str]], configured: Mapping[str, str | None]
 ) -> bool:
-    """Whether both responses of a pair are dialogues, or messages that do not begin with an answer."""
+    """Whether the values of chosen and rejected include their prompt, so that no column for it is needed.
+
+    They do if they are dialogues in HH's format, or messages that do not begin with an answer. Columns that the config
+    gives are not looked at.
+    """
     for field in WHOLE_PAIR_FIELDS:
         for column in candidates[field][:1]:
             for value in [row.get(column) for row in rows if field not in configured]:
@@ -204,29 +212,36 @@ def _begin_with_prompt(
 
 
 def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
-    """Whether there is one column, and not only names such as a model's in it."""
+    """Whether there is exactly one column, and a value in it that is not a single word.
+
+    A column `system` with single words only does not hold system turns, but names, such as a model's.
+    """
     return len(columns) == 1 and any(not WORD.fullmatch(str(row.get(columns[0], ""))) for row in rows)
 
 
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
-    """Find a column that names the better of two responses, and their columns by letter or digit."""
-    named = {}
+    """Find a column that names the better of two responses, and the columns of these.
+
+    Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `(None, {})` if there is none.
+    """
+    by_name = {}
     for column in present:  # such as `winner`, or `better_response_id`
         name = normalize(column)
         for suffix in ("id", "index", "response", "answer"):
             name = name.removesuffix(suffix)
-        named[name] = column
-    verdict = next((named[word] for word in VERDICTS if word in named), None)
+        by_name[name] = column
+    verdict = next((by_name[word] for word in VERDICTS if word in by_name), None)
     if verdict is None:
         return None, {}
-    said = {_find_side(row.get(verdict)) for row in rows}
+    better_sides = {_find_side(row.get(verdict)) for row in rows}
     for noun in NOUNS:
         sides = {_find_side(column): column for column in present if noun in normalize(column)}
         sides.pop("", None)
         if "".join(sorted(sides)) not in SIDES:
             continue
-        others = said & {*"012"} - sides.keys()
-        if said & sides.keys() and others:
+        # a number that names neither column, beside values that name one: a tie, or counted from another number
+        others = better_sides & {*"012"} - sides.keys()
+        if better_sides & sides.keys() and others:
             raise InputError(
                 f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
                 f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
@@ -242,6 +257,7 @@ def _find_side(value: Any) -> str:
     for word in ("model", "assistant", "option"):
         side = side.removeprefix(word)
     side = _remove_noun(side)
+    # `normalize` has taken off the sign of a number below 0, which names no side
     return side if side in ("a", "b", "0", "1", "2") and not text.startswith("-") else ""
 
 
@@ -251,7 +267,7 @@ def normalize(name: str) -> str:
 
 
 def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:
-    """Write the override that gives each field its first candidate."""
+    """Write the override that gives each field of a form its first candidate, or else the word COLUMN."""
     given = []
     for field in form:
         column = next(iter(candidates[field]), "COLUMN")

@@ -55,8 +55,8 @@ class RecordOptions(NamedTuple):
     """
 
     trains_on: str = "pairs"
-    with_margins: bool = False
-    list_pairs: str = "all"
+    with_margins: bool = False  # whether the loss reads the margins of pairs
+    list_pairs: str = "all"  # this and the following are keys of the config
     unpair: bool = False
     chat: str = "auto"
     bad_records: str = "refuse"
@@ -92,13 +92,14 @@ def get_custom(
     if has_pairs:
         wanted.check_pairs(name)
     reader = make_reader(rows, Reader(recognized, tokenizer, origin, wanted))
-    # a tokenizer in a model's own Python code may not be importable in another process
+    # None: in this process, as a tokenizer in a model's own Python code may not be importable in another one
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     split = Split()
     notes: Notes = {}
     n_read = 0
     for chunk in map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker):
         for prompt in chunk.prompts:
+            # the target is that of a prompt's last pair or list, as in HH; completions join
             split.add(prompt, replaces=wanted.trains_on == "targets" and (has_pairs or "responses" in used))
         n_read += len(chunk.prompts)
         split.bad_records += chunk.bad
@@ -106,19 +107,20 @@ def get_custom(
     bad = split.bad_records
     if bad and (wanted.bad_records == "refuse" or not split):
         raise BadRecordsError(name, bad)
-    said = [recognized.describe(len(rows) - n_read - len(bad))]
+    n_ties = len(rows) - n_read - len(bad)
+    sentences = [recognized.describe(n_ties)]
     if wanted.trains_on == "targets" and "rejected" in used:
-        said.append(
+        sentences.append(
             f"loss=sft learns {used['chosen']} and does not use {used['rejected']}; loss=dpo trains on such pairs"
         )
     if split and reader.has_texts and getattr(tokenizer, "chat_template", None):
         first = next(iter(split.values()))
-        did = "texts are used as they are, without the chat template"
+        treatment = "texts are used as they are, without the chat template"
         if reader.is_rendered:
-            did = "the chat template renders texts"
+            treatment = "the chat template renders texts"
         prompt_end, response = redact(first.text)[-PROMPT_END:], shorten("".join(first.responses[:1]))
-        said.append(f"{did} (chat={wanted.chat}); the first example is ...{prompt_end!r} + {response}")
-    split.notes += (f"{origin}: {sentence}" for sentence in said)
+        sentences.append(f"{treatment} (chat={wanted.chat}); the first example is ...{prompt_end!r} + {response}")
+    split.notes += (f"{origin}: {sentence}" for sentence in sentences)
     split.notes += describe_notes(notes, origin, n_read)
     if bad:
         split.notes.append(WarningLine(f"left out: {list_bad(name, bad)}"))
@@ -126,7 +128,7 @@ def get_custom(
 
 
 class Chunk(NamedTuple):
-    """What some rows became."""
+    """What a chunk of rows became."""
 
     prompts: list[Prompt]
     bad: list[tuple[int, str]]  # numbers and reasons of bad rows
@@ -134,19 +136,25 @@ class Chunk(NamedTuple):
 
 
 def make_reader(rows: Sequence[Row], plain: "Reader") -> "Reader":
-    """Make a reader of rows like the first ones: they are all texts or all chats, and rendered or not."""
+    """Make a reader that treats all rows like the first ones: as texts or as chats, rendered or not.
+
+    `plain` reads the first rows, before that is decided.
+    """
     first = []
     for row in islice(rows, N_DECIDING):
         with suppress(InputError):  # a bad row is refused when its turn comes
-            first += filter(None, [plain.read_row(row, {})])
+            prompt = plain.read_row(row, {})
+            if prompt is not None:
+                first.append(prompt)
     has_texts = not first or first[0].messages is None
     chat = plain.options.chat
     is_rendered = chat == "always" or not has_texts
+    # with chat=auto, texts in a column of prompts are rendered unless they end in a header such as "### Response:"
     if chat == "auto" and "prompt" in plain.columns.used and getattr(plain.tokenizer, "chat_template", None):
         are_questions = not share_header([prompt.text for prompt in first if prompt.messages is None])
         is_rendered = is_rendered or are_questions
     used = {field: column for field, column in plain.columns.used.items() if field not in NUMBER_FIELDS}
-    # pairs in the format of HH are tokenized as the reference code does
+    # pairs in HH's format, with none but its columns, are tokenized as the reference code does
     is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not is_rendered
     is_apart = is_hh and bool(first) and is_dialogue(first[0].text)
     return replace(plain, has_texts=has_texts, is_rendered=is_rendered, is_apart=is_apart)
@@ -154,7 +162,7 @@ def make_reader(rows: Sequence[Row], plain: "Reader") -> "Reader":
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads rows, in any process."""
+    """Reads rows; it is sent to the processes that read chunks of them."""
 
     columns: Columns
     tokenizer: Any
@@ -165,21 +173,22 @@ class Reader:
     is_apart: bool = False  # prompt and response are tokenized as the reference code does
 
     def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
+        """Read numbered rows, and render their prompts if that was decided."""
         prompts, bad, notes = [], [], {}
         template = ChatTemplate(self.tokenizer)
         for number, row in chunk:
             try:
-                said: Notes = {}
-                prompt = self.read_row(row, said)
+                row_notes: Notes = {}
+                prompt = self.read_row(row, row_notes)
                 if prompt is None:  # a tie
                     continue
                 self._check(prompt)
                 if self.is_rendered:
-                    self._note_unused_keys(prompt, said)
-                    prompt = template.render(prompt, said)
+                    self._note_unused_keys(prompt, row_notes)
+                    prompt = template.render(prompt, row_notes)
                 else:
                     refuse_eos([*prompt.responses, prompt.text] if self.is_apart else prompt.responses, self.tokenizer)
-                add_notes(notes, said)
+                add_notes(notes, row_notes)
                 prompts.append(prompt._replace(rows=[number] * len(prompt.examples)))
             except InputError as error:
                 name = f"row {row.number}" if isinstance(row, TableRow) else f"record {number}"
@@ -187,8 +196,12 @@ class Reader:
                 bad.append((number, redact(f"{place}{error}")))
         return Chunk(prompts, bad, notes)
 
-    def read_row(self, row: Row, said: Notes) -> Prompt | None:
-        """Read a row, whose texts become messages if a template renders them; None for a tie."""
+    def read_row(self, row: Row, notes: Notes) -> Prompt | None:
+        """Read a row as a prompt with its responses and examples; None for a tie.
+
+        Texts become messages if a template renders them. What was noticed is added to `notes`. Raises InputError for a
+        row that cannot be used.
+        """
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row)
@@ -210,15 +223,16 @@ class Reader:
                     f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
                     f"score each: correct it"
                 )
-            asked, responses = _read_answers(row, used, answers, list(answers), said)
+            asked, responses = _read_answers(row, used, answers, list(answers), notes)
         else:
             if "rejected" in used:  # a pair is a list of two
                 scores = [1.0, 0.0]
             columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-            asked, responses = _read_answers(row, used, row, columns, said)
+            asked, responses = _read_answers(row, used, row, columns, notes)
         if not asked:
             raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
-        if isinstance(asked, str):  # tokenization appends EOS
+        if isinstance(asked, str):
+            # tokenization appends EOS, so the text's own would be a second one
             responses = [remove_final_eos(text, self.tokenizer) for text in responses]
             if self.is_rendered and self.has_texts:
                 asked = split_turns(asked, "")[:-1] if is_dialogue(asked) else [{"role": "user", "content": asked}]
@@ -235,7 +249,7 @@ class Reader:
         label = _read_label(row, used["label"]) if "label" in used else None
         best = scores.index(max(scores)) if scores else 0
         if responses and label is not False and _is_empty(responses[best]):
-            column = next(used[field] for field in used if field != "prompt")
+            column = next(used[field] for field in used if field != "prompt")  # the response's, which follows
             raise InputError(f"the response to learn is empty: give {column} a value")
         if self.options.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
             raise InputError(
@@ -256,7 +270,10 @@ class Reader:
         return Prompt("", responses, examples, messages=asked, tools=tools or None, apart=False, **numbers)
 
     def _list_examples(self, scores: Sequence[float], label: bool | None) -> list[dict[str, int]]:
-        """List a row's examples, which map roles to responses."""
+        """List a row's examples, which map roles to indices of its responses.
+
+        `label` is None unless the row has one. A pair's `scores` are [1, 0].
+        """
         if self.options.trains_on == "targets":
             return [{"chosen": 0}]
         if self.options.trains_on == "labels":
@@ -265,6 +282,7 @@ class Reader:
             return [{"chosen" if label else "rejected": 0}]
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         if self.options.trains_on == "lists":
+            # the best is chosen, the worst is rejected, and the roles of a list have names for those between
             *others, last = ranked
             return [dict(zip(TRAINS_ON["lists"], others, strict=False)) | {"rejected": last}]
         if scores and self.options.list_pairs == "best_worst":
@@ -272,16 +290,17 @@ class Reader:
         pairs = combinations(ranked, 2)
         return [{"chosen": better, "rejected": worse} for better, worse in pairs if scores[better] > scores[worse]]
 
-    def _note_unused_keys(self, prompt: Prompt, said: Notes) -> None:
-        """Add to `said` the keys of messages that are not used: we read none of them, nor does the chat template."""
+    def _note_unused_keys(self, prompt: Prompt, notes: Notes) -> None:
+        """Add to `notes` each key of messages that neither we nor the chat template read."""
         template = str(self.tokenizer.chat_template)
         for message in chain(prompt.messages or (), *prompt.responses):
             for key in sorted(message.keys() - READ):
                 # a template reads a key as message.key, message["key"] or message.get("key")
                 if not re.search(rf"""[.'"]{re.escape(key)}\b""", template):
-                    said[f"not used: {key} of messages"] = Note("", warned_from=math.inf)
+                    notes[f"not used: {key} of messages"] = Note("", warned_from=math.inf)
 
     def _check(self, prompt: Prompt) -> None:
+        """Raise InputError for a prompt of another kind than the first ones, or with a token for media."""
         if (prompt.messages is not None) != self.is_rendered:
             raise InputError("it holds text and others hold chat messages, or the reverse: use one kind")
         written = repr((prompt.text, prompt.messages, prompt.responses))
@@ -307,12 +326,14 @@ def _read_answers(
     used: Mapping[str, str],
     answers: Mapping,
     columns: Sequence[str],
-    said: Notes,
+    notes: Notes,
 ) -> tuple[str | Messages, list]:
-    """Read responses, and the prompt: a column, or what the responses begin with, as in HH's data.
+    """Read the prompt and the responses of a row.
 
-    Texts that answer a chat are the assistant's next message. A text before messages is the user's message, or the
-    content of a message with which all responses begin, as in UltraFeedback. What was noticed is added to `said`.
+    The responses are the values that `answers` has under `columns`. The prompt is a column of `row`, or what the
+    responses begin with, as in HH's data. Texts that answer a chat are the assistant's next message. A text before
+    messages is the user's message, or the content of a message with which all responses begin, as in UltraFeedback.
+    What was noticed is added to `notes`.
     """
     values = [_read_value(answers, column) for column in columns]
     are_texts = all(isinstance(value, str) for value in values)
@@ -332,13 +353,14 @@ def _read_answers(
         prompt = "\n\n".join(filter(None, texts))
     if are_texts:
         chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
-        asked = _bare(chat[-1]["content"]) if prompt else ""
+        question = _bare(chat[-1]["content"]) if prompt else ""
         for text in values:
-            if asked and _bare(str(text)).startswith(asked):
-                said["responses begin with the text of their prompt: remove it"] = Note(
+            if question and _bare(str(text)).startswith(question):
+                notes["responses begin with the text of their prompt: remove it"] = Note(
                     str(text)[:1000], warned_from=0.5
                 )
         return prompt, list(map(_as_answer, values)) if chat is prompt else values
+    # from here on the responses are messages
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
             shared, *rests = _split_shared_messages(values)
@@ -351,15 +373,20 @@ def _read_answers(
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if not prompt:
         return prompt, values
-    return _continue(prompt, values, said)
+    return _continue(prompt, values, notes)
 
 
 def _bare(text: str) -> str:
+    """Strip white space and HH's name of the user, for comparison."""
     return text.strip().removeprefix("Human:").lstrip()
 
 
-def _continue(prompt: Messages, responses: Sequence[Messages], said: Notes) -> tuple[Messages, list[Messages]]:
-    """Take off what responses repeat of the prompt; what all of them say before an answer belongs to the prompt."""
+def _continue(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
+    """Split what belongs to the prompt off the beginnings of responses; return the prompt, and the rests.
+
+    Responses may repeat messages of the prompt. What they have before these, such as a system turn, begins the prompt,
+    and messages that all of them have before an answer end it.
+    """
     before = []
     turns = list(prompt)
     rests = []
@@ -368,27 +395,32 @@ def _continue(prompt: Messages, responses: Sequence[Messages], said: Notes) -> t
     for response in responses:
         earlier, rest = _take_off(turns, response)
         before = before or earlier
-        if earlier and _say(earlier) != _say(before):
+        if earlier and _list_comparable(earlier) != _list_comparable(before):
             raise InputError(
                 f"before the prompt's messages a response has {shorten(earlier)}: write it into the prompt"
             )
         rests.append(rest)
     if rests != responses:
-        said["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
+        notes["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
     shared, *rests = _split_shared_messages(rests, until="assistant")
     return [*before, *turns, *shared], rests
 
 
 def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
-    """Split a response at the prompt's turns, or the last of them, into what is before and what is after these."""
+    """Find the prompt's turns, or the last of them, in a response; return what is before, and what is after them.
+
+    If they are not found, nothing is before them, and all of the response after them.
+    """
     begun = turns[-1]["content"] if is_prefilled(turns) else ""
-    asked = _say(turns)
-    said = _say(response)
+    asked = _list_comparable(turns)
+    said = _list_comparable(response)
     if begun:
         asked.pop()
     n = len(asked)
-    for end in (*range(n, len(said) + 1), *range(n - 1, 0, -1)):  # all turns, wherever, or the last ones at the start
+    # all n turns at any place, or else as many of the last ones as possible, at the start
+    for end in (*range(n, len(said) + 1), *range(n - 1, 0, -1)):
         start = max(0, end - n)
+        # a response that begins with an answer does not repeat the prompt, whatever follows
         if start == end or said[start:end] != asked[start - end :] or (start and said[0][0] == "assistant"):
             continue
         rest = response[end:]
@@ -402,8 +434,8 @@ def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
     return [], response
 
 
-def _say(messages: Messages) -> list[tuple[str, str, list]]:
-    """What messages say, without what programs note in them, such as an id."""
+def _list_comparable(messages: Messages) -> list[tuple[str, str, list]]:
+    """List role, content and calls of each message, without what programs add to it, such as an id."""
     said = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -429,7 +461,10 @@ def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
 
 
 def _split_shared_messages(dialogues: Sequence[Messages], until: str = "") -> list[Messages]:
-    """Split dialogues into shared first messages, before one of a role, and the rest of each, which is never empty."""
+    """Split dialogues into the first messages that all share, and the rest of each, which is never empty.
+
+    The shared messages end before one of the role `until`.
+    """
     first = dialogues[0]
     n = 0
     while all(n < len(dialogue) - 1 and dialogue[n] == first[n] for dialogue in dialogues):
@@ -453,7 +488,7 @@ def _read_value(row: Mapping, column: str) -> str | Messages:
 
 
 def _index_items(row: Mapping, column: str) -> dict:
-    """Name the items of a list."""
+    """Return the items of a list under names for messages, such as `responses[0]`."""
     return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, list))}
 
 

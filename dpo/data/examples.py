@@ -44,27 +44,28 @@ class Example(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Each response counts the prompt again."""
+        """Tokens of all sequences. A sequence is the prompt and one response, so the prompt counts once for each."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
         """Scored tokens of each response."""
-        n_unscored = 0 if self.prompt else 1  # a token is predicted from those before it
+        n_unscored = 0 if self.prompt else 1  # a first token has none before it from which it is predicted
         return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
     def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each response with its cuts, which are () if all of it is scored."""
         return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
 
 
 def count_cut(cuts: Sequence[int]) -> int:
-    """Count the tokens that are not scored."""
+    """Count the tokens that are not scored: the sum of end - start."""
     return sum(cuts[1::2]) - sum(cuts[::2])
 
 
 def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """Token ids, -100 where not scored."""
+    """Copy a response's token ids, with -100 in place of those that are not scored."""
     labels = [*response]
     for start, end in zip(cuts[::2], cuts[1::2], strict=True):
         labels[start:end] = [IGNORE_INDEX] * (end - start)
@@ -72,6 +73,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
+    """Return a digest of a prompt, and of responses with their roles."""
     digest = hashlib.blake2b(digest_size=16)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = text.encode("utf-8", "surrogatepass")
@@ -84,15 +86,15 @@ def list_examples(prompt: Prompt) -> list[TextExample]:
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Sequence[ExampleId]) -> list[TextExample]:
-    """Decode each prompt once."""
-    found = {index: prompts[index] for index in {index for index, _ in ids}}
-    return [(found[prompt_index], example_index) for prompt_index, example_index in ids]
+    """Read examples of a table; a prompt with several of them is decoded once."""
+    decoded = {index: prompts[index] for index in {index for index, _ in ids}}
+    return [(decoded[prompt_index], example_index) for prompt_index, example_index in ids]
 
 
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
-    """Replace responses by those of another prompt.
+    """Replace the responses of each prompt by those of another prompt of the split.
 
-    It is at a distance that depends on the seed alone, so that an example is mismatched alike in every epoch.
+    The distance to the other one depends on the seed alone, so that an example is mismatched alike in every epoch.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
@@ -101,6 +103,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         mixed = prompt._replace(
             responses=other.responses,
             cuts=other.cuts,
+            # as many examples as before, as `index` is one of them; the other prompt may have fewer
             examples=[other.examples[i % len(other.examples)] for i in range(len(prompt.examples))],
             # EOS may be inside the texts of either prompt
             rendered=prompt.rendered or other.rendered,
@@ -129,6 +132,7 @@ def iterate_examples(
     epoch = n_yielded = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
+            # the reference code seeds a shuffle of its own for each epoch
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
         batch = []
         for prompt_index in prompt_order:
@@ -144,7 +148,7 @@ def iterate_examples(
 
 
 def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int) -> Iterator[list[ExampleId]]:
-    """Yield ids of the first epoch, in its order, in batches of which the last may be partial."""
+    """Yield the ids of the first epoch, in its order, in batches. The last batch may be partial."""
     single_ids = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     ids = chain.from_iterable(single_ids)
     while batch := list(islice(ids, batch_size)):
@@ -188,6 +192,7 @@ def encode_examples(
 def _make_example(
     prompt: Prompt, index: int, tokens: Tokens, encode: TextEncoder, max_length: int, max_prompt_length: int
 ) -> Example:
+    """Make an example of its tokens: end the responses with EOS, and truncate prompt and responses."""
     texts = prompt.texts(index)
     if not prompt.rendered:
         with naming(f"dataset {prompt.dataset}"):
@@ -209,7 +214,7 @@ def _make_example(
     all_cuts = []
     for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
         response = response[:room]
-        # the ends of pieces are alternately the start and the end of what is not scored
+        # the first piece is scored, the second is not, and so on: all ends but the last are starts and ends of cuts
         ends_of_pieces = accumulate(len(piece) for piece in pieces[:-1])
         cuts = tuple(min(end, len(response)) for end in ends_of_pieces)
         if count_cut(cuts) == len(response):  # before a run, `SplitCounter` has refused such data
@@ -236,7 +241,7 @@ def _make_example(
 
 
 def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: int, limit: int) -> list[int]:
-    """Cut a prompt to `limit` tokens if it has more than there is `room` for."""
+    """Cut a prompt's token ids to `limit`, but only if they are more than `room`."""
     if len(ids) <= room:
         return ids
     if prompt.truncation_mode == "keep_turns" and len(ids) > limit:
@@ -245,9 +250,10 @@ def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: i
 
 
 def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] | None:
-    """Render the system turn and the newest turns, from one of the user's on, that fit into `limit` tokens.
+    """Leave out the oldest turns of a chat, so that it fits into `limit` tokens; return the ids of what is kept.
 
-    If even the last one does not fit, it loses its beginning. None if that does not help or the template rejects it.
+    The system turn stays, and the first turn after it is the user's. If even the last turn of the user does not fit,
+    it loses its beginning. Returns None if that does not help, or if the template rejects what is kept.
     """
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
@@ -260,13 +266,16 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
         whole = render(messages)
         if not (users and whole.startswith(prompt.text)):
             return None
-        n_more = len(whole) - len(prompt.text)  # the prompt's text lacks what finished turns lack at their end
+        # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, and so does `keep`
+        n_more = len(whole) - len(prompt.text)
 
         def keep(start: int, n_cut: int = 0) -> list[int]:
+            """Tokenize the system turn, and the turns from `start` on without the first `n_cut` characters."""
             first = {**messages[start], "content": messages[start]["content"][n_cut:]}
             text = render([*system, first, *messages[start + 1 :]])
             return encode.encode_whole([(text[: len(text) - n_more], [])])[0].prompt
 
+        # the later the start, the fewer tokens: look for the first start that fits
         index = bisect_left(users, True, key=lambda start: len(keep(start)) <= limit)
         if index < len(users):
             return keep(users[index])

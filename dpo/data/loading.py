@@ -29,8 +29,8 @@ def get_dataset(
 ) -> Entries:
     """Load a split of a built-in dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is, or has its rows;
-    without splits there, `hold_out(holdout)` makes the test split.
+    Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is, or has its rows.
+    If it has no splits there, `hold_out(holdout)` makes the test split.
     """
     if name not in LOADERS:
         raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
@@ -52,14 +52,17 @@ def load_splits(
     silent: bool = False,
     **options: Any,
 ) -> list[Split]:
-    """Load splits of a dataset; the options are those of `RecordOptions`."""
+    """Load splits of a dataset; the options are those of `RecordOptions`.
+
+    A dataset without a test split is read once, and divided by `hold_out(holdout)`.
+    """
     source = find_source(name, sources)
     place = source.label or name
-    are_apart = has_splits(name, source)
+    is_divided = has_splits(name, source)
     loaded = []
     for wanted in splits:
-        split = wanted if are_apart else "train"
-        origin = f"{place} ({split})" if are_apart else place
+        split = wanted if is_divided else "train"
+        origin = f"{place} ({split})" if is_divided else place
         if name in LOADERS:
             prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), RecordOptions(**options))
         else:
@@ -74,7 +77,7 @@ def load_splits(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a column "
                 f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
             )
-        if not are_apart:
+        if not is_divided:
             return _divide(prompts, splits, holdout, f"{name} ({place})" if source.path else name)
         loaded.append(prompts)
     if holdout:
@@ -83,13 +86,17 @@ def load_splits(
 
 
 def has_splits(name: str, source: Source) -> bool:
+    """Whether a dataset has a test split of its own."""
     if source.path:
         return name == "se" or not source.has_no_splits  # se makes its own test split
     return name in BUILT_IN or DATASETS[name]("test") is not None
 
 
 def _make_split(name: str, entries: Entries, options: RecordOptions) -> Split:
-    """Make prompts of entries, with examples as `get_custom` makes them; other options are for custom data."""
+    """Make prompts of a built-in dataset's entries, with the examples that `get_custom` would make.
+
+    Options other than `trains_on` and `unpair` are for custom data.
+    """
     options.check_pairs(name)
     mode: TruncationMode = "keep_start" if name in CUT_AT_END else "keep_end"
     split = Split()
@@ -105,7 +112,10 @@ def _make_split(name: str, entries: Entries, options: RecordOptions) -> Split:
 
 
 def _divide(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
-    """Hold out prompts of a dataset without a test split."""
+    """Hold out prompts of a dataset without a test split; return the wanted splits, in their order.
+
+    `prompts` loses what is held out. Messages call the dataset `what`.
+    """
     n = len(prompts)
     test = hold_out(prompts, holdout)
     if not prompts:
@@ -120,7 +130,11 @@ def _divide(prompts: Any, splits: Sequence[str], holdout: float | None, what: st
 def read_rows(
     name: str, source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None
 ) -> Sequence[Row]:
-    """Load rows, or make them as a plugin does; its errors stand in place of rows that its reader cannot read."""
+    """Load the rows of a split from its source, or from the plugin that has the dataset.
+
+    If the source names a reader, it makes each row from one of the source's. Rows for which it returns None are left
+    out, and an error stands in place of a row that it cannot read.
+    """
     if not source.path:
         return list(DATASETS[name](split) or ())
     rows = load_rows(source, split, cache_dir, limit=limit)
@@ -138,8 +152,8 @@ def read_rows(
     return made
 
 
-def find_kind(plan: Plan) -> str:
-    """Find the kind of a run's examples, as `RecordOptions` names them."""
+def find_trains_on(plan: Plan) -> str:
+    """Find what `RecordOptions.trains_on` is in a run."""
     return "prompts" if plan.online else plan.loss.trains_on
 
 
@@ -151,7 +165,7 @@ def check_columns(plan: Plan) -> None:
         source = Source.parse(name, value)
         if source.local is None:
             continue
-        options = {"name": name, "trains_on": find_kind(plan), "with_margins": plan.loss.needs_margins}
+        options = {"name": name, "trains_on": find_trains_on(plan), "with_margins": plan.loss.needs_margins}
         try:
             first = read_rows(name, source, "train", limit=N_INSPECTED)
             recognize(first, source.columns, origin=source.label, **options)
@@ -165,4 +179,5 @@ def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:
     if not source.path:  # the demo changes only with the code
         return name if name in BUILT_IN else None
     identity = identify_source(source, cache_dir)
+    # a reader's code also decides what the rows are
     return identity and [identity, source.reader, find_digests() if source.reader else None]

@@ -1,6 +1,7 @@
 """Prompts and answers that both splits have, but for case, punctuation and white space.
 
-Training prompts are read once past digests of the held-out texts: time is linear, memory that of the digests.
+Held-out texts are kept as digests, with which training's texts are compared one by one. So the time is linear, and
+memory holds little more than the digests.
 """
 
 import re
@@ -9,28 +10,33 @@ from typing import Any
 
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable
-from dpo.data.tokenization import find_control
+from dpo.data.tokenization import compile_control
 from dpo.redaction import redact
 
 FEWEST_WORDS = {"prompt": 1, "answer": 5}  # a shorter answer, such as "Yes.", is the same by chance
 NAMED, SHOWN = 3, 100  # examples, and characters of each
 # a character of Chinese or Japanese is a word
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+# punctuation and control characters become spaces
 ASCII = {code: " " for code in range(128) if not chr(code).isalnum()}
 
 
 def find_words(text: str) -> list[str]:
-    """Words in lower case, without punctuation."""
+    """List a text's words in lower case, without punctuation."""
     if text.isascii():  # the same, in a tenth of the time
         return text.translate(ASCII).lower().split()
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict:
-    """Count the test split's prompts, and its examples with an answer, that training has too, and show the first."""
-    control = find_control(tokenizer)
+    """Count the test split's prompts that training has too, and its examples with an answer that training has too.
+
+    Returns these fields of `SplitReport`: the counts, and the first texts.
+    """
+    control = compile_control(tokenizer)
 
     def make_digest(text: str, kind: str) -> int | None:
+        """Digest the words of a prompt or answer; None for a text that is too short to compare."""
         words = find_words(control.sub(" ", text))
         return hash((kind, *words)) if len(words) >= FEWEST_WORDS[kind] else None
 

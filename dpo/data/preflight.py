@@ -14,7 +14,7 @@ from typing import Any
 
 from dpo.data.asking import CHAT
 from dpo.data.examples import encode_examples, list_examples, read_examples
-from dpo.data.loading import find_kind, identify_dataset, load_splits
+from dpo.data.loading import find_trains_on, identify_dataset, load_splits
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.report import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
 from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain_refusal, write_lines
@@ -60,9 +60,11 @@ class Preflight:
         return [*self.notes, *self.train.describe("train"), *self.test.describe("test"), updates]
 
     def write(self, path: Path) -> None:
-        facts, keys = asdict(self), ("split", "dataset", "record", "problem", "reason")
+        """Write the counts to `path`, and a line for each problem to a file beside it."""
+        facts = asdict(self)
+        columns = ("split", "dataset", "record", "problem", "reason")
         problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
-        write_lines(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
+        write_lines(path.with_name(PROBLEMS), (dict(zip(columns, each, strict=True)) for each in problems))
         write_json(path, redact(facts))
 
 
@@ -70,7 +72,7 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     """Count the batches of `iterate_examples`; `examples` is the number of examples in an epoch."""
     per_epoch = examples // batch_size
     limits = [] if n_epochs is None else [n_epochs * per_epoch]
-    limits += [] if n_examples is None else [-(-n_examples // batch_size)]
+    limits += [] if n_examples is None else [-(-n_examples // batch_size)]  # rounded up, as batches are whole
     return min(limits) if per_epoch else 0
 
 
@@ -84,12 +86,13 @@ class TrainingData:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of examples and how they are truncated, and of their token ids."""
+        """Digests that are equal if two runs have the same data: of texts and their truncation, and of token ids."""
         train, test = self.report.train, self.report.test
         return train.digest, test.digest, train.token_digest, test.token_digest
 
     @classmethod
     def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
+        """Map a table, and read the counts that were taken when it was built."""
         facts = read_facts(table)
         notes = [*facts["notes"], *map(WarningLine, facts["warnings"])]
         train, test = (SplitReport(**facts[split]) for split in SPLITS)
@@ -131,7 +134,10 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
 
 
 def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path, silent: bool = True) -> Path:
-    """Find or build a run's table, in `local_dir`, or in `scratch` for a dry run or data that cannot be identified."""
+    """Find a run's table, or build it, and return its directory.
+
+    It is built in `local_dir`, or in `scratch` for a dry run, or for data that cannot be identified.
+    """
 
     def build(directory: Path) -> Facts:
         facts = build_table(directory, plan, tokenizer, silent=silent)
@@ -154,13 +160,14 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
     """Write both splits to a directory; return their counts, and the loaders' notes."""
     data = plan.data
     encode = TextEncoder(tokenizer)
-    trains_on = find_kind(plan)
+    trains_on = find_trains_on(plan)
     limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
     counters = {split: SplitCounter(encode, trains_on=trains_on, **limits) for split in SPLITS}
     notes = []
     test_splits = []
 
     def load_train_splits() -> Iterator[tuple[str, Split]]:
+        """Load one dataset after another, and yield its train split; keep its test split, notes and problems."""
         for name in data.datasets:
             loaded = load_splits(
                 name,
@@ -183,6 +190,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
             yield name, loaded[0]
 
     tables = {}
+    # once the train table is written, all datasets are loaded, and `test_splits` is complete
     for split, splits in zip(SPLITS, (load_train_splits(), test_splits), strict=True):
         prompts = number_prompts(splits, keep_all=trains_on == "prompts")
         counter = counters[split]
@@ -243,15 +251,16 @@ def make_key(plan: Plan, tokenizer: Any) -> str | None:
         settings,
         states,
         tokenizer_digest,
-        find_kind(plan),
+        find_trains_on(plan),
         plan.loss.needs_margins,
-        plan.online.max_new_tokens if plan.online else None,
-        hash_files(PACKAGE_DIR.rglob("*.py")),
+        plan.online.max_new_tokens if plan.online else None,  # `_drop_long` leaves room for them
+        hash_files(PACKAGE_DIR.rglob("*.py")),  # another version may read the same data otherwise
     ]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
 def check_fits(plan: Plan, data: TrainingData) -> None:
+    """Raise InputError for data that this run cannot train on."""
     report, datasets, batch_size = data.report, ", ".join(plan.data.datasets), plan.data.batch_size
     for split, counts in (("train", report.train), ("test", report.test)):
         place = f"the {split} split of {datasets}"
@@ -285,7 +294,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
 
 
 def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
-    """The first examples as the model sees them: the prompt, and responses by role."""
+    """Decode the first training examples as the model sees them: the prompt, and responses by role."""
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     decode = data.encode.tokenizer.decode
     ids = [(i, 0) for i in range(min(N_SHOWN, len(data.train)))]
@@ -299,6 +308,7 @@ def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
+    """Yield doubts about data that can be trained on."""
     tokenizer, train = data.tokenizer, data.report.train
     texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(tokenizer, "chat_template", None):

@@ -27,7 +27,8 @@ Entries = dict[str, Entry]  # by prompt
 
 
 def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_first_better: bool = True) -> Entry:
-    """Add two responses, and which is better, to a prompt's entry, and return it."""
+    """Add two responses, and which of them is better, to a prompt's entry. Return the entry."""
+    # the caller sets the target
     entry = entries.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
     first = len(entry["responses"])
     second = first + 1
@@ -47,7 +48,7 @@ def _read_rows(
 ) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a split, each with its place for messages."""
     rows = load_rows(source, split, cache_dir)
-    # with None, silent unless stderr is a terminal
+    # disable=None: silent unless stderr is a terminal
     bar = tqdm.tqdm(rows, f"Processing {source.path}", disable=silent or None)
     for number, row in enumerate(bar, start=1):
         yield row, f"record {number} of {source.path} ({split})"
@@ -138,6 +139,7 @@ def get_shp(
 
 
 def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
+    """Read questions with every pair of their answers, from rows with their places for messages."""
     entries: Entries = {}
     for row, where in placed_rows:
         with naming(where):

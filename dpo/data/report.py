@@ -13,7 +13,7 @@ from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
 from dpo.data.schema import WARNED_FROM, Prompt, naming
 from dpo.data.table import PromptTable
-from dpo.data.tokenization import TextEncoder, find_control, refuse_eos
+from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
 from dpo.errors import WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -73,12 +73,13 @@ class SplitReport:
     token_digest: str = ""  # tells the vocabulary and the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Count an example, and name its row among the problems."""
+        """Add an example to the count `name`, and its row to the problems."""
         setattr(self, name, getattr(self, name) + 1)
-        if prompt.rows:
+        if prompt.rows:  # a problem is such as "truncated prompt"
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
+        """Yield a line of counts, then a warning for each count that is WARNED_FROM of its total or more."""
         prompts = count(self.prompts, "prompt")
         parts = [f"{split}: {prompts} without responses"]
         if self.examples:
@@ -94,12 +95,13 @@ class SplitReport:
         for name, warning in WARNINGS.items():
             n = getattr(self, name)
             total = self.examples if name in OF_TEXTS else self.tokenized
-            if name == "too_long":
+            if name == "too_long":  # these are not among the examples any more
                 total = self.examples + n
             if n and n >= WARNED_FROM * total:
                 yield WarningLine(f"in {n:,} of {count(total, 'example')} ({split}) {warning}")
 
     def find_leaks(self) -> Iterator[str]:
+        """Yield a warning if WARNED_FROM of the held-out prompts or examples, or more, are in training too."""
         leaks = []
         for n, total, what in (
             (self.prompts_like_train, self.prompts, "prompts equal a training prompt"),
@@ -136,17 +138,19 @@ class SplitCounter:
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
+                # a response begins with a part that is not scored
                 if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
                     self._late.add((prompt.index_in_split, index))
             yield prompt
 
     def _check_texts(self, prompt: Prompt) -> None:
+        """Count control tokens, and raise InputError for EOS, in texts that no template has rendered."""
         tokenizer = self.encode.tokenizer
         if prompt.rendered:
             return
         if not prompt.apart:
             for text in (prompt.text, *prompt.responses):
-                self.report.control_tokens += len(find_control(tokenizer).findall(text))
+                self.report.control_tokens += len(compile_control(tokenizer).findall(text))
         if prompt.examples or self.trains_on == "prompts":
             used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
             if prompt.apart:  # as one text with its response, a prompt may be a chat that the user has rendered
@@ -175,6 +179,7 @@ class SplitCounter:
             report.count("empty_responses", prompt, index)
         if not texts.keys() <= CONTRARY.keys():  # a ranked list
             return
+        # the contrary example has chosen and rejected exchanged, or the other label
         own = hash((prompt.text, *sorted(texts.items())))
         contrary = hash((prompt.text, *sorted((CONTRARY[role], text) for role, text in texts.items())))
         is_pair = len(texts) == 2
@@ -212,6 +217,10 @@ class SplitCounter:
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
 
     def _draw_sample(self, prompts: PromptTable) -> list[ExampleId]:
+        """Choose the examples whose tokens are counted: all of a small split, else a random sample and all of `_late`.
+
+        The sample is the same in all processes and runs.
+        """
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
         numbers = range(int(counts.sum()))
@@ -228,6 +237,7 @@ class SplitCounter:
             report.count("truncated_prompts", prompt, index)
         if example.response_is_cut:
             report.count("truncated_responses", prompt, index)
+        # same tokens of different texts; same texts are counted already
         is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
         if is_alike and len(set(prompt.texts(index).values())) == 2:
             report.count("pairs_cut_alike" if example.response_is_cut else "identical_pairs", prompt, index)

@@ -65,16 +65,17 @@ class Prompt(NamedTuple):
 
     @property
     def written(self) -> str:
-        """What the user wrote."""
+        """The prompt as the user wrote it: its text, or the contents of its messages."""
         if self.messages is None:
             return self.text
         return "\n\n".join(message.get("content") or "" for message in self.messages)
 
     def roles(self, example_index: int) -> dict[str, int]:
-        """Empty for a prompt without examples."""
+        """Map an example's roles to indices into `responses`; {} if the prompt has no examples."""
         return self.examples[example_index] if self.examples else {}
 
     def texts(self, example_index: int) -> dict[str, str]:
+        """Map an example's roles to its responses."""
         return {role: self.responses[i] for role, i in self.roles(example_index).items()}
 
     @property
@@ -97,7 +98,7 @@ class Split(dict[str, Prompt]):
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
 
     def add(self, prompt: Prompt, *, replaces: bool = False) -> None:
-        """Add a row, which replaces earlier rows with its prompt, or whose responses join theirs."""
+        """Add a row's prompt. If earlier rows have the same one, it `replaces` them, or its responses join theirs."""
         earlier = self.get(prompt.text)
         if earlier is None or replaces:
             self[prompt.text] = prompt
@@ -107,18 +108,20 @@ class Split(dict[str, Prompt]):
         for name in ("responses", "weights", "margins", "rows", "cuts"):
             if (values := getattr(prompt, name)) is not None:
                 getattr(earlier, name).extend(values)
+        # other messages may have the same rendered text: the last ones stay
         self[prompt.text] = earlier._replace(messages=prompt.messages, tools=prompt.tools)
 
 
 def hold_out(prompts: Any, size: float | None = None) -> Any:
-    """Take random prompts, at least one, out of a split for a test split: a share below 1, or a number.
+    """Take random prompts, at least one, out of `prompts`, and return them as a test split of the same type.
 
-    None: a tenth, at least `FEWEST_HELD_OUT` and at most a third.
+    `size` is a share, if below 1, or a number. None is a tenth, at least `FEWEST_HELD_OUT` and at most a third.
     """
     texts = list(prompts)
     if size is None:
         n_held_out = min(max(len(texts) // 10, FEWEST_HELD_OUT), len(texts) // 3)
     else:
+        # 0.29 * 100 is a little below 29
         n_held_out = int(size * len(texts) + 1e-9 if size < 1 else size)
     random.Random(42).shuffle(texts)
     selected = set(texts[: max(1, n_held_out)])
@@ -137,13 +140,14 @@ class BadRecordsError(InputError):
 
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
+    """Write a message with the first bad records, which are numbers and reasons."""
     lines = [f"dataset {name!r}: {count(len(found), 'record')} that cannot be used"]
     lines += [reason for _, reason in found[:LISTED]]
     return "\n  - ".join(lines) + ("\n  - ..." if len(found) > LISTED else "")
 
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
-    """Name all bad records in a new file of `folder`, if given, and how to leave them out."""
+    """Return the error with how to leave bad records out. If `folder` is given, a new file in it lists all of them."""
     where = ""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,6 +250,7 @@ def _read_message(message: Any) -> dict:
             raise InputError(f"{key} is {shorten(given[key])}, and must be 0 or 1 (false or true): correct it")
     if "content" not in given and len(given) > 1:
         raise InputError(f"a message has no content, and only {', '.join(given)}: write its text as content")
+    # raise InputError for a value that is not text
     for key in ("content", *(key for key in THOUGHTS if key in given)):
         get_field(given, key)
     return given
@@ -257,7 +262,8 @@ def is_scored(message: Mapping) -> bool:
 
 
 def _read_call(call: Any) -> dict:
-    """Check a call, whose arguments may be an object, JSON of one (as OpenAI's are) or missing."""
+    """Read a call into OpenAI's nested form. Arguments may be an object, JSON of one (as OpenAI's are) or missing."""
+    # a call that is not nested is the function itself
     outer = _drop_nulls(call) if isinstance(call, Mapping) and "function" in call else {"function": call}
     function = _drop_nulls(outer.get("function"))
     name = get_field(function, "name")
@@ -268,7 +274,10 @@ def _read_call(call: Any) -> dict:
 
 
 def read_tools(row: Mapping, column: str) -> list[dict]:
-    """Read a list of schemas, of functions too, or JSON of such a list; rows may lack it."""
+    """Read a list of schemas, or JSON of such a list; [] if the row has none.
+
+    A schema may be that of a function alone, which is then nested as OpenAI does it.
+    """
     tools = _parse_json(row.get(column)) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
@@ -293,6 +302,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def common_start(*texts: str) -> str:
+    """Return what all texts begin with."""
     first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
     n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
     return first[:n]

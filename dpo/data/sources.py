@@ -54,9 +54,10 @@ def _decode_rows(table: Any, features: Mapping) -> Iterator[dict]:
 
 
 def _decode(value: Any, feature: Any, key: str) -> Any:
-    """Decode a value of Arrow, which gives each object of a column the fields of all others: those are dropped.
+    """Decode a value of Arrow.
 
-    Classes get their names: `class_encode_column` makes true 1, but desirable 0.
+    Arrow gives each object of a column the fields of all others, as nulls: those are dropped. Classes get their names,
+    as their numbers mean nothing: `class_encode_column` makes true 1, but desirable 0. `key` is the value's name.
     """
     if value is None:
         return None
@@ -74,6 +75,7 @@ def _decode(value: Any, feature: Any, key: str) -> Any:
     kept = {}
     for name, item in value.items():
         if item is not None or (name in NULLABLE and key not in NAMED_BY_USER):
+            # in arguments, the names at all depths are the user's
             kept[name] = _decode(item, feature.get(name), key if key == "arguments" else name)
     return kept
 
@@ -129,6 +131,7 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
+    """Load a split, under the first of its possible names that the dataset has."""
     use_caches_without_hub()
     import datasets
 
@@ -160,7 +163,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 def _find_files(source: Source, split: str) -> list[Path]:
     """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
 
-    There are none if `datasets` finds them: on the Hub, or where README.md says so, as in a clone from the Hub.
+    Returns [] if `datasets` has to find the files: on the Hub, or where README.md lists them, as in a clone from it.
     """
     folder = source.local
     if folder is None or source.subset:
@@ -171,7 +174,7 @@ def _find_files(source: Source, split: str) -> list[Path]:
     names = SPLIT_NAMES.get(split, (split,))
     entries = sorted([*folder.glob("*"), *folder.glob("data/*")])
     for name in names:
-        found = defaultdict(list)  # shards of a directory are together
+        found = defaultdict(list)  # shards of a directory are together, and a whole file is apart from them
         for entry in entries:
             suffix = find_suffix(entry.name)
             stem = entry.name.lower().removesuffix(suffix)
@@ -181,7 +184,7 @@ def _find_files(source: Source, split: str) -> list[Path]:
         if len(found) > 1:
             listed = ", ".join(str(file.relative_to(folder)) for file in chain(*found.values()))
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
-        for files in found.values():
+        for files in found.values():  # there is one, or none
             return files
     readme = folder / "README.md"
     if readme.is_file() and "config_name:" in readme.read_text(encoding="utf-8", errors="replace"):
@@ -247,7 +250,7 @@ def _parse_json(text: str, file: Path) -> Iterable:
         return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
     if not isinstance(content, dict):
         return content
-    lists = {}
+    lists = {}  # of records; messages and tools are parts of a single record
     for key, value in content.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and not is_message(first) and key != TOOLS:
@@ -287,7 +290,7 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
                 )
             else:
                 row = TableRow(zip(header, fields, strict=False))
-                row.pop("", None)
+                row.pop("", None)  # a column without a name, such as pandas' numbers of rows
                 row.number = number
                 yield row
     except csv.Error as error:

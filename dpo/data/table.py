@@ -24,7 +24,10 @@ Facts = Mapping  # counts taken while a table is built
 
 
 def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = False) -> Iterator[Prompt]:
-    """Take the prompts out of named datasets, one after another; those without examples only with `keep_all`."""
+    """Take the prompts out of the splits of named datasets, and number them from 0 across all datasets.
+
+    Prompts without examples are left out, unless `keep_all`.
+    """
     index = 0
     for name, split in splits:
         for text in list(split):  # removed, as a second copy of all texts might not fit into memory
@@ -37,8 +40,12 @@ def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = Fals
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
-    """Write JSON lines, and beside them their ends and numbers of examples; return a digest."""
-    index, digest = [], hashlib.sha256()
+    """Write prompts as JSON lines, and return a digest of them.
+
+    A file .npy beside it has an int64 array (prompts, 2): where each line ends, in bytes, and its number of examples.
+    """
+    index = []
+    digest = hashlib.sha256()
     with path.open("wb") as file:
         file.write(b"\n")  # an empty file cannot be mapped
         for prompt in prompts:
@@ -56,6 +63,7 @@ class PromptTable(Sequence[Prompt]):
     def __init__(self, path: Path):
         self._lines = np.memmap(path, dtype=np.uint8, mode="r")
         ends, self.counts = np.load(path.with_suffix(".npy")).T
+        # line i is between the limits i and i + 1; the file begins with a newline
         self._limits = np.concatenate([[1], ends])
 
     def __len__(self) -> int:
@@ -72,9 +80,9 @@ class PromptTable(Sequence[Prompt]):
 def find_or_build(
     folder: Path, key: str | None, build: Callable[[Path], Facts], *, scratch: Path | None = None
 ) -> Path:
-    """Find the table named `key` in `folder`, or build it there, or in `scratch`.
+    """Find the whole table named `key` in `folder`, or build it there, or in `scratch` if that is given.
 
-    `build` returns what it counted. Raises RunError if it cannot write.
+    `build` writes into a directory, and returns what it counted. Raises RunError if it cannot write.
     """
     tables = sorted(folder.glob(f"{key}-*")) if key else ()
     if found := next((table for table in tables if is_whole(table)), None):
@@ -110,6 +118,7 @@ def is_whole(table: Path) -> bool:
 
 
 def _make_digest(table: Path, facts: Any) -> str:
+    """Return a digest of a table's files and facts."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in (f"{split}.{suffix}" for split in SPLITS for suffix in ("jsonl", "npy")):
         check_readable(table / name)

@@ -1,4 +1,4 @@
-"""Chats rendered by a chat template, which parts are scored, and what of the messages the rendered text lacks.
+"""Renders chats with a chat template, and finds what of them is scored, and what the template has left out.
 
 The assistant's messages are scored, each with the end of its turn.
 """
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, iterate_texts, render_open
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
-from dpo.data.tokenization import find_control, list_ends, remove_final_eos
+from dpo.data.tokenization import compile_control, list_ends, remove_final_eos
 from dpo.errors import InputError, WarningLine
 from dpo.redaction import redact, shorten
 
 SHOWN = 60  # characters beside a control token in a message
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 END_OF_THOUGHT = "</think>"
-ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles
-NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside a word
+ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles whose messages are not what is asked
+NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside a word of ASCII letters
 TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
-LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"
+LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # in a note, between the template and a text
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 REWRITTEN = (
     "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
@@ -32,10 +32,10 @@ REWRITTEN = (
 
 
 class Note(NamedTuple):
-    """What was noticed in records: an example, from which share of the records on it is a warning, and in how many."""
+    """Something that was noticed in records."""
 
-    example: str
-    warned_from: float = WARNED_FROM
+    example: str  # a text in which it was noticed; "" shows none
+    warned_from: float = WARNED_FROM  # the share of records from which on it is a warning; math.inf: never
     n_records: int = 1
 
 
@@ -43,6 +43,7 @@ Notes = dict[str, Note]  # by what was noticed
 
 
 def add_notes(notes: Notes, more: Notes) -> None:
+    """Add up the numbers of records; the first example stays."""
     for what, note in more.items():
         n_earlier = notes[what].n_records if what in notes else 0
         notes[what] = notes.get(what, note)._replace(n_records=n_earlier + note.n_records)
@@ -62,13 +63,13 @@ class Piece(NamedTuple):
     kind: str  # content, thought, call or tool
     text: str
     may_move: bool = False  # a template may write it elsewhere than it stands: a system turn, or a tool
-    change: str = LEAVES_OUT  # what the template does to it: TRIMS, or nothing, once it is found
+    change: str = LEAVES_OUT  # until it is found: then TRIMS, or "" if it is as in the message
     start: int = 0  # in the rendered text
-    end: int = 0
+    end: int = 0  # exclusive; 0 until it is found
 
 
 def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
-    """Texts of messages in their order, and the names of functions."""
+    """List the texts of messages in their order, then the names of the tools' functions; blank ones are left out."""
     pieces = []
     for index, message in enumerate(messages):
         content = message.get("content") or ""
@@ -89,14 +90,16 @@ def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
 
 
 def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
-    """Look for each text in a place of its own, the longest first, between the texts of the messages around its own.
+    """Look for pieces in the rendered text; return all, those that are found with their place.
 
-    Within a message it is behind the text before it, or else anywhere, as templates write calls in other orders.
+    No two overlap. The longest are looked for first, so that a short one does not take a place inside them. A piece is
+    between those of the messages before and after its own. Within its message it is behind the pieces before it, or
+    else anywhere, as templates write calls in other orders.
     """
     found = list(pieces)
     for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number].text)):
         piece = pieces[number]
-        low = last = 0
+        low = last = 0  # ends of what precedes: of other messages, and also in this one
         high = len(rendered)
         for i, other in enumerate(found):
             if not other.end or piece.may_move or other.may_move:
@@ -108,6 +111,7 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
             elif other.index > piece.index:
                 high = min(high, other.start)
         for spelled, change in _spell(piece.text):
+            # a place behind `last`, which is the later one, or else behind `low`
             start = max(_find_words(spelled, rendered, begin, high) for begin in {last, low})
             if start >= 0:
                 end = start + len(spelled)
@@ -118,7 +122,10 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
 
 
 def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
-    """Where a text is from `start` on, but not inside a word, as "a" is in "assistant"; -1 if nowhere."""
+    """Find a text between `start` and `limit`; -1 if it is not there.
+
+    It may not begin or end inside a word, as "a" does in "assistant".
+    """
     while (start := rendered.find(text, start, limit)) >= 0:
         if NO_WORD.match(rendered, start) and NO_WORD.match(rendered, start + len(text)):
             break
@@ -127,7 +134,7 @@ def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
 
 
 def _spell(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the spellings in which templates write a text, each with what it changes."""
+    """Yield the spellings in which templates write a text, each with the `change` of a piece that has it."""
     stripped = text.strip()
     yield text, ""
     yield stripped, TRIMS
@@ -140,12 +147,13 @@ def _spell(text: str) -> Iterator[tuple[str, str]]:
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")
+        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")  # (?!) matches nowhere
 
-    def render(self, prompt: Prompt, said: Notes) -> Prompt:
-        """Render a prompt's messages, whose last turn the responses continue if it is the assistant's.
+    def render(self, prompt: Prompt, notes: Notes) -> Prompt:
+        """Render the messages of a prompt and its responses to texts, and find what is scored.
 
-        What the template changes is added to `said`.
+        If the prompt ends with a turn of the assistant, the responses continue it. What the template changes is added
+        to `notes`.
 
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
@@ -163,15 +171,15 @@ class ChatTemplate:
                 [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
                 for first, *others in answers
             ]
-        n_before = len(before) - continued
+        n_before = len(before) - continued  # a continued message is the first of an answer
         control = self._find_control(prompt, [chat[n_before:] for chat in chats])
-        close = partial(apply_template, self.tokenizer, tools=tools)
-        begin = partial(render_open, self.tokenizer, tools=tools, continued=continued)
+        render_whole = partial(apply_template, self.tokenizer, tools=tools)
+        render_prompt = partial(render_open, self.tokenizer, tools=tools, continued=continued)
         try:
-            dialogues = [close(chat) for chat in chats]
-            open_text = begin(before)
+            dialogues = [render_whole(chat) for chat in chats]
+            open_text = render_prompt(before)
             text = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
-            if control:
+            if control:  # said only now, as the template may reject the messages as well
                 raise InputError(control)
             if text is None:
                 raise InputError(
@@ -183,13 +191,14 @@ class ChatTemplate:
                     "the chat template ends the prompt, where the model is served, with a text that the responses do "
                     "not begin with, so it is left out"
                 )
-                said[what] = Note(open_text[len(text) :])
+                notes[what] = Note(open_text[len(text) :])
             found = find_pieces(list_pieces(before, tools), text)
-            _note_changes(found, before, "prompts", said)
+            _note_changes(found, before, "prompts", notes)
             roles = [message["role"] for message in before]
             others = [role for role in roles if role not in ASK_NOTHING]
+            # the user asks, or, without user turns, a role that only this template may know, or else whoever is first
             asking = next(role for role in ("user", *others, *roles) if role in roles)
-            lost = _find_lost(asking, before, found, begin, open_text)
+            lost = _find_lost(asking, before, found, render_prompt, open_text)
             if lost is not None:
                 raise InputError(
                     f"the chat template leaves out all that is asked, such as {shorten(lost)} of role {asking!r}: use "
@@ -199,14 +208,14 @@ class ChatTemplate:
             cuts = []
             for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
                 found = find_pieces(list_pieces(answer), dialogue[len(text) :])
-                _note_changes(found, answer, "responses", said)
-                lost = _find_lost("assistant", answer, found, close, dialogue, chat[: -len(answer)])
+                _note_changes(found, answer, "responses", notes)
+                lost = _find_lost("assistant", answer, found, render_whole, dialogue, chat[: -len(answer)])
                 if lost is not None:
                     raise InputError(
                         f"the chat template leaves out all of an answer, such as {shorten(lost)}: {FIX}, or remove the "
                         f"record"
                     )
-                spans = self._find_scored(chat, answer, tools, dialogue, len(text), found, said)
+                spans = self._find_scored(chat, answer, tools, dialogue, len(text), found, notes)
                 response, response_cuts = _cut_response(dialogue, len(text), spans)
                 texts.append(remove_final_eos(response, self.tokenizer))
                 cuts.append(response_cuts)
@@ -217,22 +226,23 @@ class ChatTemplate:
         return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
 
     def _find_control(self, prompt: Prompt, answers: Sequence[Messages]) -> str:
-        """Say where a control token is in the messages or tools, if there is one."""
+        """Say where a control token is in the messages or tools; "" if there is none."""
         names = ["the prompt", *(f"response {i}" for i in range(1, len(answers) + 1))]
         if prompt.examples == [{"chosen": 0, "rejected": 1}]:
             names = ["the prompt", "chosen", "rejected"]
         for place, messages in zip(names, (prompt.messages or [], *answers), strict=True):
             for message in messages:
                 for key, value in message.items():
-                    if said := self._find_control_in(value):
-                        return f"{key} of a message of role {message['role']!r} in {place} has {said}"
-        said = self._find_control_in(prompt.tools)
-        return f"a tool has {said}" if said else ""
+                    if problem := self._find_control_in(value):
+                        return f"{key} of a message of role {message['role']!r} in {place} has {problem}"
+        problem = self._find_control_in(prompt.tools)
+        return f"a tool has {problem}" if problem else ""
 
     def _find_control_in(self, value: Any) -> str:
+        """Say which control token is in a nested value; "" if there is none."""
         text = "\n".join(iterate_texts(value))
         check_unicode(text, "a message or tool")
-        token = find_control(self.tokenizer).search(text)
+        token = compile_control(self.tokenizer).search(text)
         if token is None:
             return ""
         around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
@@ -241,9 +251,10 @@ class ChatTemplate:
     def _cut_prompt(
         self, open_text: str, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
     ) -> str | None:
-        """Cut a rendered prompt where a dialogue begins otherwise; None if that is before its generation prompt.
+        """Cut a rendered prompt, `open_text`, where any of the dialogues goes on differently.
 
-        The generation prompt may have what a finished turn lacks, such as a thinking tag.
+        It may only be cut in its generation prompt, which may have what a finished turn lacks, such as a thinking tag.
+        Returns None if a dialogue differs before that.
         """
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
@@ -253,7 +264,8 @@ class ChatTemplate:
             return None
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
             return shared
-        # the common text may end inside a token: <think> and <tool_call> begin with <t
+        # The common text may end inside a token: <think> and <tool_call> begin with <t. So cut behind the last token
+        # that all have in common.
         encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
         same = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
         end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
@@ -267,16 +279,17 @@ class ChatTemplate:
         dialogue: str,
         start: int,
         found: Sequence[Piece],
-        said: Notes,
+        notes: Notes,
     ) -> list[tuple[int, int]]:
-        """Find where the dialogue's scored turns begin and end; they belong to the answer, which begins at `start`.
+        """Find the scored turns of an answer, as (begin, end) positions in its dialogue, where it begins at `start`.
 
         A turn ends with the first end token behind what it says, or, without one, where the template ends it. If the
-        template renders turns differently before others, the last one alone is scored.
+        template renders turns differently before others, only the last one is scored. `found` has the answer's pieces,
+        as positions in the answer's text.
         """
         first = len(chat) - len(answer)
         last = len(chat) - 1
-        turns = []  # numbers of messages, where they begin, and where the template ends them
+        turns = []  # of the assistant: number of the message, where it begins, and where the template ends it
         for i in range(first, len(chat)):
             if chat[i]["role"] != "assistant":
                 continue
@@ -290,11 +303,12 @@ class ChatTemplate:
                         f"the chat template leaves out or moves the last answer, so it is not known which text is "
                         f"scored: {FIX}, give responses of one message, or remove {shorten(chat[-1])}"
                     )
-                said[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
+                notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
                 turns = [(last, begin, len(dialogue))]
                 break
             turns.append((i, begin, len(turn)))
         spans = []
+        # the end token is looked for up to the next turn, or to the end of the dialogue
         for (i, begin, end), (_, limit, _) in pairwise([*turns, (last, len(dialogue), 0)]):
             if is_scored(answer[i - first]):
                 said_until = max((piece.end for piece in found if piece.index == i - first), default=0)
@@ -305,7 +319,7 @@ class ChatTemplate:
         return spans
 
     def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
-        """Find where the assistant's turn after these messages begins, if the dialogue has it."""
+        """Find where the assistant's turn after these messages begins; None if the dialogue does not have it."""
         try:
             open_text = render_open(self.tokenizer, messages, tools=tools, continued=False)
             before = self._cut_prompt(open_text, messages, tools, [dialogue])
@@ -314,26 +328,30 @@ class ChatTemplate:
         return None if before in (None, dialogue) else len(before)
 
 
-def _note_changes(found: Sequence[Piece], messages: Messages, place: str, said: Notes) -> None:
-    """Add to `said` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
+def _note_changes(found: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
+    """Add to `notes` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
     for piece in found:
         if not piece.change:
             continue
         # templates drop the thoughts before the user's last turn when the model is served, too: no warning
         is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
         if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
-            said.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
+            notes.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
             continue
         changed = "tools"
         if piece.kind != "tool":
             changed = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
-        said.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
+        notes.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
 
 
 def _find_lost(
     role: str, messages: Messages, found: Sequence[Piece], render: Callable, rendered: str, before: Sequence = ()
 ) -> str | None:
-    """A text of a role without which, and without all else that it says, the rendered text is the same; or None."""
+    """Return the first text of a role if the template leaves out all that the role says, else None.
+
+    It does if no text is found, and the rendered text is the same once the role's messages are empty. `render` renders
+    `before` and `messages`. The text is "" if the role says nothing.
+    """
     own = [piece for piece in found if messages[piece.index]["role"] == role and piece.index >= 0]
     if any(piece.change != LEAVES_OUT for piece in own):
         return None

@@ -30,37 +30,38 @@ Ids = list[list[int]]  # the token ids of each part
 
 
 def list_control(tokenizer: Any) -> list[str]:
-    """Strings of the special tokens, the longest first."""
+    """List the strings of the special tokens, the longest first."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(special | set(tokenizer.all_special_tokens) - {""}, key=lambda token: (-len(token), token))
 
 
 @lru_cache(maxsize=4)
-def find_control(tokenizer: Any) -> re.Pattern[str]:
-    """Pattern of the strings of special tokens."""
+def compile_control(tokenizer: Any) -> re.Pattern[str]:
+    """Make a pattern of the strings of special tokens, which matches nowhere if there are none."""
     return re.compile("|".join(map(re.escape, list_control(tokenizer))) or "(?!)")
 
 
 def remove_control(text: str, tokenizer: Any) -> str:
-    """Remove the strings of special tokens, also those that appear where others are removed."""
-    control = find_control(tokenizer)
+    """Remove the strings of special tokens, also those that come about when others are removed."""
+    control = compile_control(tokenizer)
     while (shorter := control.sub("", text)) != text:
         text = shorter
     return text
 
 
 def list_ends(tokenizer: Any) -> list[str]:
-    """Strings of the tokens that end an answer: those of the model's generation config, and EOS."""
+    """List the strings of the tokens that end an answer: those of the model's generation config, and EOS."""
     return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
-    """Remove the EOS that ends a response, as tokenization appends one."""
+    """Remove the EOS that ends a response, and white space behind it, as tokenization appends EOS."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
 def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
+    """Raise InputError for a text that has EOS among its tokens."""
     eos = getattr(tokenizer, "eos_token", None)
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
@@ -77,7 +78,7 @@ class Tokens(NamedTuple):
     """Token ids of a prompt and its responses' pieces, without EOS."""
 
     prompt: list[int]
-    responses: list[Ids]
+    responses: list[Ids]  # of each response, the ids of its pieces
     crosses: bool  # a token would cross a limit, so the parts are tokenized apart
 
 
@@ -97,16 +98,16 @@ class TextEncoder:
         self._lock = Lock()  # held while the backend is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize the distinct texts, each apart."""
+        """Tokenize each text by itself; return token ids by text."""
         return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items()}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
-        """Tokenize prompts with their responses, which are pieces, each conversation as one text.
+        """Tokenize prompts with their responses, each prompt with each of its responses as one text.
 
-        The parts are tokenized apart if a token crosses a limit, or a prompt's responses do not continue the same
-        tokens.
+        A conversation is the text of a prompt, and its responses in pieces. Its parts are tokenized apart if a token
+        crosses a limit between them, or if the prompt has other tokens with one response than with another.
         """
-        texts: list[list[Parts]] = []  # for each prompt, its text with each response
+        texts: list[list[Parts]] = []  # for each prompt, its text with each response, or alone if it has none
         for prompt, responses in conversations:
             texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
@@ -118,9 +119,9 @@ class TextEncoder:
             are_divided.append(is_divided)
             if is_divided:
                 divided += of_prompt
-        begins = self(parts[0] for parts in divided)
-        continues = self._encode_behind(list(chain.from_iterable(parts[1:] for parts in divided)))
-        apart = {parts: [begins[parts[0]], *(continues[piece] for piece in parts[1:])] for parts in divided}
+        prompt_ids = self(parts[0] for parts in divided)
+        piece_ids = self._encode_behind(list(chain.from_iterable(parts[1:] for parts in divided)))
+        apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in divided}
         encoded = []
         for of_prompt, crosses in zip(texts, are_divided, strict=True):
             ids = [(apart if crosses else whole)[parts] for parts in of_prompt]
@@ -129,15 +130,19 @@ class TextEncoder:
         return encoded
 
     def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Tokenize texts that do not begin the whole."""
+        """Tokenize each text as it is behind another one; return token ids by text."""
         found = {}
         for marker in MARKERS:
             marked = self._encode((marker, text) for text in texts if text not in found)
+            # ids is None if a token has characters of the marker and of the text
             found |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
         return found | self(text for text in texts if text not in found)
 
     def _encode(self, texts: Iterable[Parts]) -> dict[Parts, Ids | None]:
-        """Tokenize the distinct texts, and cut their tokens where parts meet; None if a token crosses a limit."""
+        """Tokenize the distinct texts, and return for each the token ids of its parts.
+
+        They are None if a token lies in two parts.
+        """
         distinct = list(dict.fromkeys(texts))
         if self.tokenizer.is_fast:
             with self._lock:
@@ -159,7 +164,11 @@ class TextEncoder:
             )
 
     def _encode_in_python(self, parts: Parts) -> Ids | None:
-        """Tokenize a text; without offsets, one limit is found if the first part alone has the same tokens."""
+        """Tokenize a text with a tokenizer that gives no offsets.
+
+        Of two parts, the limit is known if the first one alone has the tokens with which the whole begins. Returns None
+        if it is not known, and for more parts.
+        """
         first = self.tokenizer(parts[0], add_special_tokens=False)["input_ids"]
         ids = self.tokenizer("".join(parts), add_special_tokens=False)["input_ids"]
         if len(parts) == 1:
@@ -172,7 +181,7 @@ class TextEncoder:
 
 
 class Backend:
-    """A fast tokenizer without what changes offsets."""
+    """A copy of a fast tokenizer that adds and cuts nothing, so that all its tokens have places in the text."""
 
     def __init__(self, tokenizer: Any):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -180,6 +189,7 @@ class Backend:
         self._tokens = Tokenizer.from_str(json.dumps(settings))
         self._tokens.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         added = settings["added_tokens"]
+        # added tokens that take the spaces beside them into their offsets
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:

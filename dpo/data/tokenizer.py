@@ -21,7 +21,10 @@ WRITES_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call i
 
 
 def explaining_load_errors(what: str, name: str):
-    """Turn an error of loading `name`, which is `what` such as "tokenizer", into an InputError."""
+    """Return a context that turns an error of loading `name` into an InputError.
+
+    `what` is what `name` names, such as "tokenizer". Raises InputError for a local path where nothing is.
+    """
     path = find_local(name)
     check_exists(path)
     if path is None:
@@ -82,9 +85,10 @@ class KeptTemplate(str):
 
 
 def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) -> None:
-    """Give a tokenizer a run's chat template, arguments, which a caller may replace, and date.
+    """Give a tokenizer a run's chat template, with the run's arguments and date bound to it.
 
-    `date`, in ISO's form, is what `strftime_now` writes in place of the time of rendering.
+    A call of `apply_chat_template` may still give other arguments. `date`, in ISO's form, is what `strftime_now` writes
+    in place of the time of rendering.
     """
     if isinstance(chat.chat_template, KeptTemplate):
         tokenizer.chat_template = json.loads(chat.chat_template)
@@ -105,7 +109,8 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
                 f"the argument"
             )
         arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}{{%- endif %}}"
-    if arguments:  # JSON is Jinja but for its null; without the end, a newline behind it would be lost
+    if arguments:
+        # JSON is Jinja but for its null. Jinja drops a newline behind a block, so these end with an empty output.
         arguments = f"{{%- set null = none %}}{arguments}{{{{- '' }}}}"
 
     def bind(text: str) -> str:
@@ -122,7 +127,10 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
 
 
 def name_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
-    """Let a tokenizer name the tokens that end an answer, and those for images, video and audio, as the model does."""
+    """Set a tokenizer's `end_tokens`, which end an answer, and `media_tokens`, for images, video and audio.
+
+    Both list strings of tokens, as the tokenizer and the model's config name them. Without a config, nothing is set.
+    """
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
     except OSError:  # a tokenizer alone, without a model's config
@@ -144,9 +152,9 @@ def name_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:
-    """Digest of what a tokenizer and its chat template do.
+    """Return a digest of what a tokenizer and its chat template do.
 
-    None for a tokenizer in Python, which may do anything, and for a template that writes today's date.
+    It is None for a tokenizer in Python, which may do anything, and for a template that writes today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
-from dpo.data.tokenization import find_control
+from dpo.data.tokenization import compile_control
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -185,5 +185,5 @@ def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
 def write_turns(prompt: Prompt, text: str, tokenizer: Any) -> str:
     """Write a prompt for readers, without control tokens: a chat's turns with roles, or `text` if it was truncated."""
     if not prompt.messages or text != prompt.text:
-        return find_control(tokenizer).sub("", text).strip()
+        return compile_control(tokenizer).sub("", text).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

@@ -62,7 +62,7 @@ class CommandLine(NamedTuple):
         return [f"hydra.searchpath=['file://{path}']"]
 
     def list_options(self, group: str) -> list[str]:
-        """List the options of a group, with the user's; none if it is no group."""
+        """List what a config group offers, with the user's files; [] if it is not a group."""
         folders = [Path(folder, group) for folder in (CONFIG_DIR, self.config_dir) if group and folder]
         options = {file.stem for folder in folders for file in folder.glob("*.yaml")}
         if group == "loss":
@@ -71,7 +71,10 @@ class CommandLine(NamedTuple):
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
-    """Return arguments for Hydra, and the plan: None if Hydra shows something or sweeps; exit 2 for bad input."""
+    """Return arguments for Hydra, and the plan. Exits with status 2 for bad input.
+
+    There is no plan if Hydra shows something in place of running, or sweeps.
+    """
     try:
         line = parse(arguments)
     except InputError as error:
@@ -86,6 +89,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 
 def exit_with(problems: list[str]) -> NoReturn:
+    """Exit with status 2; one process of a launch prints the problems."""
     if is_launched_as_rank_0():
         lines = [f"  - {redact(problem)}" for problem in problems]
         print("bad configuration:", *lines, sep="\n", file=sys.stderr)
@@ -96,7 +100,7 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line; InputError for an option that is unknown, abbreviated or refused."""
+    """Parse a command line, and run its plugins. Raises InputError for an option that is unknown or abbreviated."""
     options = []
     overrides = []
     config_dir = None
@@ -115,7 +119,8 @@ def parse(arguments: list[str]) -> CommandLine:
             if name not in WITH_VALUE:
                 setting = name.lstrip("-").replace("-", "_")
                 advice = f"settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
-                if known := setting if setting in KEYS else find_alias(setting):
+                known = setting if setting in KEYS else find_alias(setting)
+                if known:
                     advice = f"write {known}={value or 'VALUE'}" if known in KEYS else f"here it is {known}"
                 raise InputError(f"{name} is not an option here: {advice}")
             if name not in CONFIG_DIR_OPTIONS:
@@ -132,7 +137,10 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def _place_model(override: str, line: CommandLine) -> list[str]:
-    """Let `model` also name a directory or a model of the Hub; the configs of `model` go first."""
+    """Return the overrides that `model=NAME` stands for, and any other override alone, as it is.
+
+    NAME is a config of `config/model`, or else a directory or Hub id.
+    """
     names = override.removeprefix("model=").split(",")
     are_places = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
     if not override.startswith("model=") or not are_places:
@@ -152,16 +160,17 @@ def _quote(value: str) -> str:
 
 
 def _load_plugins(overrides: Sequence[str]) -> None:
-    """Load those that the command line names: a config file may name none."""
+    """Run the plugins that the command line names, and tell Hydra their losses. A config file may name no plugins."""
     for override in overrides:
         if parse_key(override) == "plugins":
-            with suppress(HydraException):  # `_explain_override` says so
+            with suppress(HydraException):  # `_explain_override` says what is wrong
                 load_plugins(PARSER.parse_override(override).value())
     for name in ADDED_LOSSES:
         ConfigStore.instance().store(f"{name}.yaml", describe_added_loss(name), group="loss")
 
 
 def parse_key(override: str) -> str:
+    """Return the key that an override sets, without Hydra's marks."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
@@ -179,7 +188,9 @@ def _mark_for_hydra(override: str, line: CommandLine) -> str:
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
     if line.list_options(key.partition("@")[0]):
-        return f"+{override}" if override.startswith("experiment=") else override  # none is chosen by default
+        # an experiment is added, as none is chosen by default; an option of another group replaces the default one
+        return f"+{override}" if override.startswith("experiment=") else override
+    # beside dataset_sources.NAME.columns=..., dataset_sources.NAME=PLACE is dataset_sources.NAME.path=PLACE
     has_other_keys = any(parse_key(other).startswith(f"{key}.") for other in line.overrides)
     if key.startswith("dataset_sources.") and has_other_keys:
         override = override.replace("=", ".path=", 1)
@@ -210,6 +221,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
                 problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
     name = typed.get("experiment")
+    # an experiment with a twin NAME_lora has the learning rate of all weights, and the twin that of an adapter
     has_rates = "lr" in typed or f"{name}_lora" not in line.list_options("experiment")
     if not has_rates and typed.get("lora", "none") != "none":
         problems.append(f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr")
@@ -225,7 +237,7 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
             own_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             plan = resolve(own_config, gpus=UNCOUNTED, typed=typed)
             found = find_problems(plan)
-            if not found and not problems:
+            if not found and not problems:  # only now, as counting GPUs may take an import of torch
                 plan = make_plan(plan.values, has_new_run_dir=plan.has_new_run_dir)
                 found = find_problems(plan)
             problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(unknown)]
@@ -265,7 +277,7 @@ def _list_code(config: DictConfig) -> list[tuple[str, Any]]:
 
 
 def _explain_override(override: str, line: CommandLine) -> str | None:
-    """Say what is wrong with an override alone."""
+    """Say what is wrong with an override, whatever the others are; None if nothing is."""
     key, equals, value = override.lstrip("+").partition("=")
     if key.startswith("~") or not equals or not key:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="

@@ -258,7 +258,7 @@ def are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
-TYPES = {
+TYPES = {  # a check of values, and what completes "must be"
     int: (lambda v: type(v) is int, "an integer"),  # no bool
     float: (lambda v: type(v) in (int, float), "a number"),
     bool: (lambda v: type(v) is bool, "true or false"),
@@ -273,7 +273,7 @@ TYPES = {
 
 
 def read_key(annotation: Any) -> Key:
-    """Read a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`."""
+    """Make a key of a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`. A key without a rule is FIXED."""
     may_be_null = NoneType in get_args(annotation)
     plain = get_args(annotation)[0] if may_be_null else annotation
     marks = []
@@ -341,7 +341,7 @@ KEYS = _list_keys()
 
 
 def find_key(key: str, loss_name: Any) -> Key:
-    """Find a key; options of two losses may have the same name and different types."""
+    """Find a key. An option is the named loss's, as options of two losses may have the same name and other types."""
     group, _, option = key.partition(".")
     if group == "loss" and KEYS["loss.name"].accepts(loss_name):
         types = list_parameters(LOSSES[loss_name])
@@ -370,7 +370,7 @@ REMOVED = {  # patterns of keys and values -> the last commit that had them, and
 
 
 def find_removed(key: str, value: Any) -> str | None:
-    """Say what to use instead of a removed key or value."""
+    """Say what to use instead of a removed key or value; None if it is not removed."""
     for (keys, values), instead in REMOVED.items():
         if fnmatchcase(key, keys) and fnmatchcase(str(value), values):
             return f"{key}={value} was removed after {instead.replace('VALUE', str(value))}"
@@ -378,7 +378,7 @@ def find_removed(key: str, value: Any) -> str | None:
 
 
 def update_recorded(config: Mapping) -> dict:
-    """Translate the config of an earlier run, nested or by dotted key."""
+    """Translate the config of an earlier run, nested or by dotted key, to today's keys."""
     updated = {"holdout": 0.1, **config}  # the share of runs that were made before there was the key
     average = updated.pop("sft_loss", "sum")
     loss = updated.get("loss")
@@ -460,7 +460,7 @@ def choose_defaults(values: Mapping) -> dict:
 
 
 def find_defaults(values: Mapping) -> dict:
-    """Find such defaults by dotted key."""
+    """Find the defaults of `choose_defaults` by dotted key."""
     return dict(dotted(choose_defaults(values)))
 
 

@@ -45,8 +45,8 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 ROWS_FOLDER = "dpo-rows"  # in the local directory
 
-# the forms of custom data, each the fields of one record, from which examples can be made, by what a loss trains on;
-# "prompts" are for online runs
+# By what a loss trains on, the forms of custom data from which its examples can be made. A form is the fields of a
+# record. Online runs train on "prompts".
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 PAIRS = (("prompt", "chosen", "rejected"), WHOLE_PAIR_FIELDS)
 LISTS = (("prompt", "responses", "scores"), ("prompt", "responses"))
@@ -93,7 +93,7 @@ def find_local(name: str) -> Path | None:
     """Find the local path that a name stands for; None if it may be a Hub id."""
     path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
-    # else a run that is not there would be looked for on the Hub
+    # a name in a directory of runs is a run's, even if that is not there: it is not to be looked for on the Hub
     is_run = "/" in name and os.path.isdir(path.parent) and any(path.parent.glob(f"*/{FACTS}"))
     return path if is_path or is_run or os.path.exists(path) else None
 
@@ -164,7 +164,7 @@ class Source(NamedTuple):
 
 
 def place_datasets(values: Mapping) -> dict:
-    """Replace paths and Hub ids in `datasets` by names that `dataset_sources` gets; wrong values stay as they are."""
+    """Replace each path and Hub id in `datasets` by a name, whose source it becomes; wrong values stay as they are."""
     datasets = values["datasets"]
     if is_text(datasets):
         datasets = [datasets]
@@ -184,6 +184,7 @@ def place_datasets(values: Mapping) -> dict:
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
         if is_there and taken.isdisjoint([name, new_name]):
             taken.add(new_name)
+            # the config may have columns for the new name
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name
         names.append(name)
@@ -191,7 +192,10 @@ def place_datasets(values: Mapping) -> dict:
 
 
 def find_source(name: str, sources: Mapping) -> Source:
-    """Find where a dataset is; the path of the demo and of a plugin's dataset is "". InputError for any other name."""
+    """Find where a dataset is. The path of the demo and of a plugin's dataset is "".
+
+    Raises InputError for a name that is neither of these and has no source.
+    """
     place = sources.get(name)
     if place is None:
         place = BUILT_IN.get(name) or None
@@ -253,7 +257,10 @@ def _are_rows(value: Any) -> bool:
 
 
 def _simplify(value: Any) -> Any:
-    """Make what JSON can write: of numpy's and pandas' values those of Python, of dates and the like their text."""
+    """Turn a value that JSON cannot write into one that it can write.
+
+    Values of numpy and pandas become Python's; dates and the like become text. Raises TypeError if there is no text.
+    """
     if isinstance(value, Set):
         return sorted(value, key=repr)
     if isinstance(value, bytes):
@@ -277,7 +284,7 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             suffix = ".jsonl"
             lines = [json.dumps(dict(row), default=_simplify) + "\n" for row in rows]
             content = "".join(lines).encode()
-        else:  # Parquet keeps the names of classes
+        else:  # a `datasets.Dataset`; Parquet keeps the names of its classes, which JSON would not
             suffix = ".parquet"
             buffer = io.BytesIO()
             rows.to_parquet(buffer)

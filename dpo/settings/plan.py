@@ -107,11 +107,11 @@ class Plan:
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict:
-        """`{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+        """Return `{"a": {"b": 1}}` for the values `{"a.b": 1}`."""
         return _nest(self.values)
 
     def change(self, key: str, value: Any) -> "Plan":
-        """The plan with another value of one key, and all that follows from it; the machine is not looked at again."""
+        """Return the plan with another value of one key, and what follows from it; the machine is not asked again."""
         return make_plan(
             {**self.values, key: value},
             world_size=self.dims.world_size,
@@ -132,7 +132,8 @@ def resolve(
 
     `world_size` and `gpus` follow from config and machine, unless they are given. `with_plugins` runs the plugins that
     the config names: never do so with that of an earlier run, which may be someone else's. `typed` are the keys that a
-    command line sets; elsewhere an option that the chosen loss lacks has no effect, as a config file may be for others.
+    command line sets. An option that the chosen loss lacks is wrong if it is typed, and has no effect in a config file,
+    which may be for several losses.
     """
     nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     if with_plugins:
@@ -148,12 +149,13 @@ def resolve(
     defaults = find_defaults(values)
     # leave out what config files set for another loss, whose option of the same name may have another type
     for key in [key for key in values if key in KEYS and key.startswith("loss.") and key not in typed]:
+        # losses that take the value
         fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}
         if key not in defaults:
             del values[key]
         elif any(fits.values()) and not fits.get(str(values["loss.name"])):
             values[key] = defaults[key]
-    has_new_run_dir = "get_local_run_dir" in str(composed)
+    has_new_run_dir = "get_local_run_dir" in str(composed)  # the default's resolver makes a name for each run
     return make_plan(values, world_size=world_size, gpus=gpus, has_new_run_dir=has_new_run_dir)
 
 
@@ -219,7 +221,7 @@ def make_plan(
         gpus=gpus,
         tensorboard=values["tensorboard.enabled"],
         has_new_run_dir=has_new_run_dir,
-        values=given,
+        values=given,  # with wrong values, so that they can be reported
         **sections,
     )
 
@@ -236,6 +238,7 @@ def _nest(values: Mapping) -> dict:
 
 
 def describe(plan: Plan) -> str:
+    """List the settings that differ from the defaults, and which option of each group is chosen."""
     values = redact(dict(plan.values))
     defaults = find_defaults(plan.values)
     lines = ["settings that differ from the defaults:"]

@@ -131,6 +131,7 @@ def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Conflict]:
 
 
 def find_problems(plan: Plan) -> list[Problem]:
+    """List what is wrong with values and datasets, which keys conflict, and which packages are missing."""
     values = plan.values
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
@@ -191,9 +192,10 @@ def find_plan_warnings(p: Plan) -> list[str]:
 
 
 def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
-    """Yield each key that is set, neither null nor its default, without what it needs for an effect.
+    """Yield each key that is neither null nor its default, but lacks what it needs to have an effect.
 
-    Those are `refused` without which the run would compute something else than was asked for.
+    With `refused`, these are the keys without which a run would compute something else than was asked for; else those
+    that deserve a warning.
     """
     loss, several = p.loss, p.trainer.multi_process
     scorer = p.values.get("online.scorer")
@@ -257,11 +259,12 @@ def find_value_problems(values: Mapping) -> list[Problem]:
 
 
 def find_alias(name: str) -> str | None:
-    """Find what a name of another library is here."""
+    """Find what another library's name of a key or option is here; None if it is not known."""
     return read_yaml(keys.CONFIG_DIR / "aliases.yaml").get(name)
 
 
 def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | None:
+    """Say what is wrong with a key or its value; None if nothing is. Options of a loss are read as the named loss's."""
     if removed := keys.find_removed(key, value):
         return removed
     if key not in KEYS:
@@ -284,7 +287,7 @@ def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | Non
 
 
 def _write_value(value: Any) -> Any:
-    """Write a value as on the command line, such as null."""
+    """Return null, true or false as a command line has it, and any other value as it is."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
@@ -318,6 +321,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
 
 
 def _leave_removed_out(config: dict, path: Path, prefix: str = "") -> None:
+    """Delete removed keys from a config that was read from `path`, at all depths, and print each."""
     for name, value in [*config.items()]:
         if isinstance(value, dict):
             _leave_removed_out(value, path, f"{prefix}{name}.")
