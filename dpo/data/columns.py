@@ -173,7 +173,7 @@ def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None
     candidates = {"input": []}  # the second part of a prompt, which only Alpaca's form has
     for field in FIELDS:
         names = {field, *SYNONYMS.get(field, "").split()}
-        if field in configured:
+        if field in configured:  # [] if it has no column
             candidates[field] = [column for column in [configured[field]] if column is not None]
         elif field in free:
             candidates[field] = [field]

@@ -183,7 +183,7 @@ def encode_examples(
             responses = [[ids[text]] for text in prompt.texts(index).values()]
             tokens = Tokens(ids[prompt.text], responses, crosses=False)
         else:
-            tokens = next(conversations)
+            tokens = next(conversations)  # with all responses of the prompt
             tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
         encoded.append(_make_example(prompt, index, tokens, encode, max_length, max_prompt_length))
     return encoded

@@ -123,6 +123,7 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
             states.append(file["filename"])
     else:
         path = path.absolute()
+        # a file, or what `_find_files` looks at in a directory, with the files of saved datasets
         for file in sorted([path, *path.glob("*"), *path.glob("*/*"), *path.glob("data/*/*")]):
             if os.path.isfile(file):
                 stat = file.stat()  # every write sets ctime, but a program such as rsync may restore mtime
@@ -250,7 +251,7 @@ def _parse_json(text: str, file: Path) -> Iterable:
         return _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
     if not isinstance(content, dict):
         return content
-    lists = {}  # of records; messages and tools are parts of a single record
+    lists = {}  # lists of records; a list of messages or tools is part of a single record
     for key, value in content.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and not is_message(first) and key != TOOLS:

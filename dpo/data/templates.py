@@ -73,6 +73,7 @@ def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
     pieces = []
     for index, message in enumerate(messages):
         content = message.get("content") or ""
+        # a message may have the same thoughts under several keys
         thoughts = {message.get(key) or "" for key in THOUGHTS}
         if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may cut these thoughts
             thought, _, content = content.rpartition(END_OF_THOUGHT)
@@ -289,7 +290,7 @@ class ChatTemplate:
         """
         first = len(chat) - len(answer)
         last = len(chat) - 1
-        turns = []  # of the assistant: number of the message, where it begins, and where the template ends it
+        turns = []  # the assistant's: number of the message, where it begins, and where the template ends it
         for i in range(first, len(chat)):
             if chat[i]["role"] != "assistant":
                 continue

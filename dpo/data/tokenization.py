@@ -78,7 +78,7 @@ class Tokens(NamedTuple):
     """Token ids of a prompt and its responses' pieces, without EOS."""
 
     prompt: list[int]
-    responses: list[Ids]  # of each response, the ids of its pieces
+    responses: list[Ids]  # for each response, the ids of its pieces
     crosses: bool  # a token would cross a limit, so the parts are tokenized apart
 
 

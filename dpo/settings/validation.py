@@ -160,7 +160,7 @@ def find_problems(plan: Plan) -> list[Problem]:
 def find_plan_warnings(p: Plan) -> list[str]:
     """List doubts about a plan without problems."""
     lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
-    lost_decay = 0
+    lost_decay = 0  # the share of a weight that decay takes off it in an update, and that rounding may lose
     if optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay"):
         decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
         if isinstance(decay, int | float):
