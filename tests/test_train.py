@@ -2,14 +2,13 @@
 
 import glob
 import re
-import shutil
 import subprocess
 
 import pytest
 import torch
 import yaml
 from support.pytests import succeeded
-from support.runs import ROOT, append_text, assert_documented, read_metrics, run_python, train
+from support.runs import ROOT, assert_documented, read_metrics, run_python, train
 
 from dpo.checkpoint.files import read_state
 from dpo.reporting.ledger import Ledger
@@ -79,17 +78,6 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     for line, start in zip(result.stderr.splitlines(), starts, strict=True):
         assert line.startswith(start)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_that_cannot_be_used_is_one_message_and_status_2(rows, command, run_dir, tmp_path):
-    data = shutil.copytree(rows / "hh", tmp_path / "data")
-    append_text(data / "train.jsonl", '{"chosen": "x"}\n')
-    result = train(*command("run", f"dataset_sources.hh={data}"))
-
-    assert result.returncode == 2
-    *_, message = result.stderr.splitlines()
-    assert re.search(rf"^error: .*record 23 of {data}.*: rejected is missing", message)
-    assert not (run_dir / "metrics.jsonl").exists()
 
 
 # --- whole runs ----------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
     [
         (9, 9, 1.0, "9 pairs, too few to judge; about 100 would do"),
         (1, 1, 1.0, ": 1 pair, too few"),
-        (256, 256, 2 / 3, "In 171 of 256 held-out pairs the chosen response gained"),
         (
             20,
             20,

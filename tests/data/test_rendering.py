@@ -43,12 +43,6 @@ def warnings_of(data) -> list[str]:
     [
         (
             BY_ROLE,
-            [DEVELOPER, *ASK],
-            SKY,
-            "content developer of prompts; 'Be kind.'",
-        ),
-        (
-            BY_ROLE,
             [*ASK, assistant("Hm."), tool("42 degrees")],
             [assistant("It has 42 degrees")],
             "content tool of prompts; '42 degrees'",
@@ -92,12 +86,6 @@ def warnings_of(data) -> list[str]:
             [user("x<y")],
             SKY,
             "content user of prompts; 'x<y'",
-        ),
-        (
-            make(BEGIN + "{{ m.content | upper if m.role == 'user' else m.content }}" + CLOSE),
-            ASK,
-            SKY,
-            "content user of prompts; 'Which colour?'",
         ),
         (
             TRIMMED,

@@ -308,8 +308,6 @@ def test_texts_get_the_chat_template_and_a_note_says_so(chat):
     [note] = [note for note in data.notes if "chat=" in note]
     assert note.startswith("mine: the chat template renders texts (chat=auto); ")
     assert repr(prompt[-60:]) in note
-    [plain] = get_custom([TEXT], "mine", chat(WITH_TOOLS), chat="never").values()
-    assert plain.responses == [TEXT["chosen"], TEXT["rejected"]]
 
 
 HEADERS = (

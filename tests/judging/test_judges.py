@@ -12,7 +12,6 @@ from dpo.judging.judges import (
     TEMPLATES,
     is_shown_swapped,
     make_file_judge,
-    make_scoring_judge,
     make_server_judge,
     read_template,
     read_verdict,
@@ -101,8 +100,6 @@ def test_templates_are_ours_or_a_file_with_all_places(tmp_path):
     (tmp_path / "mine.txt").write_text("{prompt} {a}")
     with refused(r"lacks \{b\}"):
         read_template(str(tmp_path / "mine.txt"))
-    with refused(r"is none of helpful, paper_dialogue, .* and no file"):
-        read_template("paper")
 
 
 def test_verdicts_of_people_are_by_side_and_what_they_skipped_does_not_count(tmp_path):
@@ -116,15 +113,6 @@ def test_verdicts_of_people_are_by_side_and_what_they_skipped_does_not_count(tmp
     (tmp_path / "verdicts.jsonl").write_text('{"pair": "x", "better": "A"}\n')
     with refused(r"line 1 of .* is not a verdict: write"):
         make_file_judge(str(tmp_path / "verdicts.jsonl"))
-
-
-def test_a_function_scores_both_answers(tmp_path):
-    (tmp_path / "mine.py").write_text("def score(prompts, answers):\n    return [len(answer) for answer in answers]\n")
-    judge = make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:score")
-    pairs = [make_pair("ab", "a"), make_pair("a", "b"), make_pair("a", "ab")]
-    assert [verdict.score for verdict in judge(pairs)] == [1, 0.5, 0]
-    with refused("has no function other"):
-        make_scoring_judge(scorer="function", function=f"{tmp_path / 'mine.py'}:other")
 
 
 def test_verdicts_on_other_answers_are_named_as_such(tmp_path):

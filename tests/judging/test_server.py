@@ -110,13 +110,6 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(stub, tmp_path):
     assert len(stub.calls) == 4
 
 
-def test_a_file_of_others_is_not_taken_for_replies_nor_cut(stub, tmp_path):
-    (tmp_path / "replies.jsonl").write_text(content := '{"key": "mine", "reply": "yes"}')
-    with refused(r"replies.jsonl is none of the files that this command writes"):
-        connect(stub, tmp_path)
-    assert (tmp_path / "replies.jsonl").read_text() == content
-
-
 def test_the_key_is_from_the_environment_and_goes_nowhere_else(stub, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key\r")  # of a file with the line ends of Windows
     server = connect(stub, tmp_path)

@@ -10,9 +10,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, IDS, assert_near, build, publish, save_adapter
 from support.pytests import refused, slow
-from support.runs import PARTS, TINY, change_json, flip_a_bit
+from support.runs import TINY, change_json, flip_a_bit
 
-from dpo.checkpoint.files import write_checkpoint
 from dpo.models.export import export
 
 
@@ -94,16 +93,12 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(home, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_damaged_checkpoint_is_not_exported(home, run_dir, tmp_path):
-    adapter_of_run(run_dir, "llama", home)
-    files = [(f.name, f.read_bytes()) for f in (run_dir / "step-8").glob("adapter_*")]
-    states = {part: {"a": torch.arange(50.0)} for part in PARTS}
-    shutil.rmtree(run_dir / "step-8")
-    write_checkpoint(run_dir / "step-8", [*states.items(), *files], step_idx=8, metrics=None, facts={})
+def test_a_damaged_checkpoint_is_not_exported(copied, tmp_path):
+    run_dir = copied("run", "lora=lora", "n_examples=8")
     flip_a_bit(run_dir / "step-8" / "adapter_model.safetensors")  # which PEFT would not notice
     for merge in (False, True):
         with refused(r"adapter_model.safetensors: checksum mismatch"):
-            export(run_dir, tmp_path / "out", model=str(home), merge=merge)
+            export(run_dir, tmp_path / "out", merge=merge)
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 from support.commands import RUNS, find_refusals
 from support.pytests import refused, slow, succeeded
 from support.runs import GOLDEN, PARTS, Bomb, change_manifest, train, write_rows, write_steps
-from transformers import dynamic_module_utils
 
 from dpo.checkpoint.files import (
     MANIFEST,
@@ -132,21 +131,14 @@ def test_reference_logps_that_cannot_be_written_cost_a_warning(run, run_dir, tmp
     assert (run_dir / "LATEST").exists()
 
 
-@pytest.mark.parametrize("asked_for", [False, True])
-def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("builtins.input", lambda question: "y")  # what somebody at a terminal may answer
-    (tmp_path / "evil.py").write_text(
-        f"import pathlib, transformers\npathlib.Path({str(tmp_path / 'proof')!r}).touch()\n"
-        "class Evil(transformers.PretrainedConfig):\n    model_type = 'evil'\n"
-    )
+def test_code_of_a_model_is_not_run_whatever_somebody_at_a_terminal_would_answer(tmp_path, monkeypatch):
+    """That it runs if it was asked for is in `test_trust.py`."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'proof')!r}).touch()\n")
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
-    if asked_for:
-        load_config(ModelPath(str(tmp_path), trust_remote_code=True))
-    else:
-        with refused(r"Python code.*model\.trust_remote_code=true"):
-            load_config(ModelPath(str(tmp_path)))
-    assert (tmp_path / "proof").exists() == asked_for
+    with refused(r"Python code.*model\.trust_remote_code=true"):
+        load_config(ModelPath(str(tmp_path)))
+    assert not (tmp_path / "proof").exists()
 
 
 def test_no_override_names_code_to_run(tmp_path):

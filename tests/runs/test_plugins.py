@@ -108,16 +108,6 @@ def test_a_plugin_that_fails_is_refused_with_its_line(folder, code, reason):
     assert re.search(reason, result.stderr)
 
 
-def test_a_config_file_cannot_name_a_plugin(folder):
-    (folder / "experiment").mkdir()
-    (folder / "experiment" / "evil.yaml").write_text("# @package _global_\nplugins: [my.py]\n")
-    (folder / "my.py").write_text("open('ran', 'w')")
-    result = train(folder, "--config-dir=.", "experiment=evil", "loss=sft", "datasets=[demo]")
-    assert result.returncode == 2
-    assert "plugins can name code to run, so no config file may set it" in result.stderr
-    assert not (folder / "ran").exists()
-
-
 def test_directories_beside_a_plugin_are_no_obstacle_and_a_fifo_is_refused(folder):
     for name in ("wandb", "mine"):
         (folder / name).mkdir()

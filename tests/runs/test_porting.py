@@ -108,7 +108,6 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos():
     [
         ("loss", {"name": "foo"}, "loss.name=foo must be one of sft, dpo"),
         ("loss", {"name": "dpo"}, "loss.beta is not set: set loss.beta=VALUE"),
-        ("lr", -1, "lr=-1 must be a number above 0"),
         ("model", None, "model.name_or_path is not set: set model="),
     ],
 )

@@ -128,15 +128,6 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finish
         run("other", f"resume={whole}/step-8")
 
 
-@pytest.mark.slow
-def test_another_reference_is_noticed(run, copied, finished):
-    archive = finished("n_examples=8")
-    copied("run", f"model.archive={archive}/step-8", "n_examples=8")
-    with refused("the reference or base model has changed"):
-        run("run", "n_examples=12", "resume=auto")
-    run("run", f"model.archive={archive}/LATEST", "n_examples=12", "resume=auto")  # the same in other words
-
-
 @pytest.mark.parametrize(
     ("place", "refusal"),
     [

@@ -57,6 +57,7 @@ def write_experiment(directory: Path, content: str) -> str:
         ("defaults:\n  - /more: e${oc.env:NOBODY,vil}\n", "hydra.callbacks.c._target_"),  # no text shows the choice
         ("online:\n  function: evil.py:f\n", "online.function"),
         ("model:\n  trust_remote_code: true\n", "model.trust_remote_code"),
+        ("plugins: [evil.py]\n", "plugins"),
     ],
 )
 def test_own_config_files_cannot_name_code(content, key, tmp_path):

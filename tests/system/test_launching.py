@@ -96,11 +96,6 @@ def finish_without_rank_1(rank, world_size, folder):
 # --- meeting -------------------------------------------------------------------------------------------------------
 
 
-def test_workers_meet_in_one_group(tmp_path):
-    launch(add_up, 2, tmp_path, process_group=True)
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3 of 2"] * 2
-
-
 @pytest.mark.slow
 def test_a_run_of_spawned_workers_prints_no_warning_of_a_library(command):
     overrides = command("run", "trainer=FSDPTrainer", "world_size=2", "n_examples=8", "sample_during_eval=true")

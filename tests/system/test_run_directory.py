@@ -65,9 +65,8 @@ def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(t
 @pytest.mark.parametrize(
     ("made_before", "overrides", "why"),
     [
-        ((), ("model.archive=nowhere",), "nowhere"),  # refused before the data is read
         ((), ("n_epochs=1", "batch_size=4096", "eval_every=4096"), "too few for one batch"),
-        (("RUNS/run",), ("model.archive=nowhere",), "nowhere"),
+        (("RUNS/run",), ("model.archive=nowhere",), "nowhere"),  # refused before the data is read
         (("RUNS/run", "RUNS/run/mine"), ("model.archive=nowhere",), "nowhere"),
     ],
 )

@@ -226,7 +226,6 @@ def test_a_dry_run_refuses_what_a_run_would_and_writes_nothing(run, run_dir, tmp
     torch.save({"state": {"transformer.wte.weight": torch.zeros(2, 2)}}, tmp_path / "policy.pt")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for name, override, message in (
-        ("run", "seed=0", "already holds a run"),
         ("new", "resume=/nowhere", "resume=/nowhere finds no complete checkpoint"),
         ("new", f"model.archive={tmp_path}/policy.pt", "policy.pt.*transformer.wte.weight"),
     ):

@@ -15,8 +15,8 @@ LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"PK\x03\x04 half an archive", np.array([object()]), np.zeros((3, 2))],
-    ids=["empty", "half an archive", "objects", "another shape"],
+    [b"", b"PK\x03\x04 half an archive", np.zeros((3, 2))],
+    ids=["empty", "half an archive", "another shape"],
 )
 def test_a_file_without_log_probabilities_of_the_right_shape_is_refused(content, tmp_path):
     path = tmp_path / "file.npz"
