@@ -229,7 +229,7 @@ def test_weights_are_gathered_for_sampling_if_every_gpu_has_twice_the_memory(
 
 def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, monkeypatch):
     plan = resolve(runs.compose(*command("run", "gradient_accumulation_steps=2")))
-    data, policy = load_data(plan, silent=True), memory.find_policy_structure(plan)
+    data, policy = load_data(plan, silent=True), memory.make_policy_structure(plan)
     search, found = memory.find_largest_microbatch, []
 
     def note(plan: Plan, data, layout: SharedPrefix):

@@ -71,29 +71,34 @@ class Loss:
 
     @property
     def reference_columns(self) -> list[str]:
-        """Names of the reference's log-probabilities."""
+        """Name the reference's log-probabilities, in the order of the columns of their cache."""
         suffixes = ("", "_tail") if self.needs_tails else ("",)
         return [f"reference_{role}{suffix}" for suffix in suffixes for role in self.roles]
 
     @property
     def can_be_mixed(self) -> bool:
-        """Whether `loss=mix` may contain it: it trains a policy on single pairs or targets."""
-        is_alone = self.fn is not None and self.batch_statistic is None
-        return is_alone and not self.scalar_head and self.trains_on in ("pairs", "targets")
+        """Return whether `loss=mix` may contain it: it trains a policy on single pairs or targets."""
+        is_independent = self.fn is not None and self.batch_statistic is None  # without other losses or examples
+        return is_independent and not self.scalar_head and self.trains_on in ("pairs", "targets")
 
     @property
     def needs_tails(self) -> bool:
+        """Return whether it weights the tokens of a response beyond the other one's length (LD-DPO)."""
         return self.shared.get("ld_alpha", 1) != 1
 
     @property
     def needs_squares(self) -> bool:
+        """Return whether it needs the squares of `Scores`, for WPO's weights."""
         return self.shared.get("wpo", False)
 
     @property
     def needs_margins(self) -> bool:
+        """Return whether it needs the margins of the data, as `Scores.offset`."""
         return self.shared.get("offset_by_margin", False)
 
     def __call__(self, scores: Scores) -> Losses:
+        """Compute losses with the shared options, and rewards unless it trains on targets."""
+        # a statistic of mismatched examples cannot be computed from these scores
         if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
             scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
         transformed = self.transform(scores)
@@ -103,6 +108,7 @@ class Loss:
         else:
             output = self.fn(transformed, **self.options)
         losses = output.losses
+        # these two are about the policy's own log-probabilities, so they take `scores`, not `transformed`
         if self.needs_squares:
             losses = losses * formulas.find_wpo_weights(scores)
         if sft_weight := self.shared.get("sft_weight"):
@@ -131,11 +137,12 @@ class Loss:
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
-        """Compute the statistic of the global batch that the losses of its examples need."""
+        """Compute the statistic of a global batch, which the losses of its examples need, (B, k)."""
         return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 
 def find_loss(loss_config: Mapping) -> Loss:
+    """Return the loss that the section `loss` of a config names, with its options, and a mix with its parts."""
     options = dict(loss_config)
     name = options.pop("name")
     shared = {key: options.pop(key) for key in SHARED if key in options}
@@ -145,21 +152,22 @@ def find_loss(loss_config: Mapping) -> Loss:
     if loss.fn is not None:
         return loss
     parts = []
-    for name, weight in options.get("weights", {}).items():
+    for part_name, weight in options.get("weights", {}).items():
         if weight:
-            own_options = {key: options[key] for key in list_parameters(LOSSES[name]) if key in options}
-            parts.append((weight, find_loss({"name": name, **own_options, **shared})))
+            own_options = {key: options[key] for key in list_parameters(LOSSES[part_name]) if key in options}
+            parts.append((weight, find_loss({"name": part_name, **own_options, **shared})))
     with_reference = [part for _, part in parts if part.reference]
     return replace(
         loss,
         parts=parts,
         reference=bool(with_reference),
         margin_only=all(part.margin_only for part in with_reference),
-        per_token=not with_reference,
+        per_token=not with_reference,  # without a reference, the rewards are means, as for SimPO and ORPO
     )
 
 
 def list_parameters(loss: Loss) -> dict:
+    """Map the names of a loss's own options to their types; empty for a mix."""
     if loss.fn is None:
         return {}
     parameters = inspect.signature(loss.fn, eval_str=True).parameters.values()
@@ -167,7 +175,7 @@ def list_parameters(loss: Loss) -> dict:
 
 
 def list_options() -> dict:
-    """Every option that a loss may have, with its type and bounds; a loss's own are `list_parameters`."""
+    """Map the names of all options, of any loss, to their types with bounds."""
     types = get_type_hints(PairOptions, include_extras=True)
     for loss in LOSSES.values():
         types |= list_parameters(loss)

@@ -27,7 +27,7 @@ BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
-    """Sums or averages of the log-probabilities of each row's labels, (B,).
+    """Sum or average the log-probabilities of each row's labels, (B,).
 
     `logits`, (B, T, V), predict the *next* token; `labels`, (B, T), are -100 where nothing is scored.
     """
@@ -51,7 +51,7 @@ def preference_loss(
     ipo: bool = False,
     reference_free: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of DPO, cDPO or IPO, and the detached rewards of chosen and rejected responses, each (B,).
+    """Compute losses of DPO, cDPO or IPO, and the detached rewards of chosen and rejected responses, each (B,).
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing`, the share of flipped pairs in [0, 0.5), conservative DPO
     (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036, without `label_smoothing`.
@@ -72,8 +72,9 @@ NOT_NEEDED: Any = None  # stands for a tensor that the loss does not need
 class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens, or rewards of a scalar head.
 
-    Tensors are (B,) unless noted, and 0 for a role without a response. An SFT target is `chosen`, a labelled response
-    `chosen` if desirable, else `rejected`; of a ranked list, all but the best and worst are `between`, (B, ranks).
+    Tensors are (B,) unless noted. They are 0 where an example has no response of the role: an SFT target is `chosen`;
+    a labelled response is `chosen` if it is desirable, else `rejected`. Of a ranked list, the best response is
+    `chosen`, the worst `rejected`, and the others are `between`, (B, ranks), best first.
     """
 
     chosen: Tensor
@@ -96,14 +97,14 @@ class Scores(NamedTuple):
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """The log-ratios of chosen and rejected responses: log pi - log ref."""
+        """Return the log-ratios of chosen and rejected responses: log pi - log ref."""
         return (
             self.chosen - self.reference_chosen,
             self.rejected - self.reference_rejected,
         )
 
     def h(self) -> Tensor:
-        """The difference of the log-ratios."""
+        """Return the difference of the log-ratios."""
         u_w, u_l = self.log_ratios()
         return u_w - u_l
 
@@ -138,11 +139,15 @@ def _log_sigmoid(x: Tensor) -> Tensor:
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Compute the logistic loss of a margin, averaged over labels, of which `label_smoothing` are flipped."""
     return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
 
 
 def sft(scores: Scores, *, average: Literal["sum", "mean"] = "sum", **_: Any) -> Losses:
-    """The negated log-probability of the target; other options, which a ported config may have, do nothing."""
+    """Return the negated log-probability of the target.
+
+    A config ported from the reference code may have other options, which do nothing.
+    """
     if average == "mean":
         return Losses(-scores.chosen / scores.chosen_lengths)
     return Losses(-scores.chosen)
@@ -155,8 +160,10 @@ def dpo(
     label_smoothing: FlippedLabels,
     reference_free: bool,
 ) -> Losses:
+    """DPO or, with `label_smoothing`, conservative DPO; see `preference_loss`."""
     losses, _, _ = preference_loss(
-        scores.chosen - scores.offset / beta,  # the offset is in units of rewards, which it does not change
+        # the offset is a difference of rewards, which are beta times log-ratios
+        scores.chosen - scores.offset / beta,
         scores.rejected,
         scores.reference_chosen,
         scores.reference_rejected,
@@ -192,9 +199,10 @@ def robust(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) ->
 
 
 def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(p || q), the policy's preference and the smoothed label.
+    """EXO for pairs (arXiv 2402.00856, eq. 16): KL(p || q) of the policy's preference p and the smoothed label q.
 
-    p is (sigmoid(margin), sigmoid(-margin)), q is (1 - label_smoothing, label_smoothing), which must be above 0.
+    p is (sigmoid(margin), sigmoid(-margin)), and q is (1 - label_smoothing, label_smoothing). As the loss takes the log
+    of q, `label_smoothing` must be above 0.
     """
     margin = beta * scores.h()
     chosen_term = margin.sigmoid() * (_log_sigmoid(margin) - math.log1p(-label_smoothing))
@@ -254,12 +262,16 @@ def nca(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def _bco_terms(scores: Scores, beta: float) -> tuple[Tensor, Tensor]:
+    """Compute BCO's losses of chosen and of rejected responses; the average is the paper's reward shift delta."""
     u_w, u_l = scores.log_ratios()
     return -_log_sigmoid(beta * u_w - scores.average), -_log_sigmoid(scores.average - beta * u_l)
 
 
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
-    """BCO (arXiv 2404.04656) for pairs, without the density ratio."""
+    """BCO (arXiv 2404.04656) for pairs, without the density ratio.
+
+    `momentum` is that of the running average, which the trainer keeps; 1 leaves the average at 0.
+    """
     chosen, rejected = _bco_terms(scores, beta)
     return Losses(chosen + rejected)
 
@@ -283,12 +295,12 @@ def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """The running statistic of BCO."""
+    """Return the running statistic of BCO, from mean rewards."""
     return (chosen + rejected) / 2
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """The running statistic of beta-DPO, in nats."""
+    """Return the running statistic of beta-DPO, the mean of h in nats, from mean rewards."""
     return (chosen - rejected) / beta
 
 
@@ -296,7 +308,7 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 
 
 def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction, **_: Any) -> Tensor:
-    """The beta of a batch for beta-DPO, (B, 1) (arXiv 2407.08639, section 4)."""
+    """Compute a batch's beta for beta-DPO (arXiv 2407.08639, section 4), the same for all examples, (B, 1)."""
     h = scores.h().detach()
     gap = h.mean()  # the paper's M, in nats and without beta, as in the authors' code
     average = momentum * scores.average + (1 - momentum) * gap
@@ -305,30 +317,31 @@ def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: F
 
 
 def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction) -> Losses:
-    """The loss of beta-DPO (arXiv 2407.08639), without its filter."""
+    """Beta-DPO (arXiv 2407.08639), without its filter; alpha and momentum are options of `find_batch_beta`."""
     return Losses(-_log_sigmoid(scores.batch_statistic[:, 0] * scores.h() - scores.offset))
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each value, the entry of `others` of the same rank, detached; all are (B,)."""
+    """Return, for each value, the entry of `others` that has the same rank, detached; all are (B,)."""
+    # the first argsort gives the index at each rank, the second the rank of each index
     ranks = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[ranks]
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """For each of the policy's margins, the reference's of the same rank, (B, 1)."""
+    """Find, for each of the policy's margins, the reference's margin of the same rank, (B, 1)."""
     partners = _take_at_same_rank(scores.chosen - scores.rejected, scores.reference_chosen - scores.reference_rejected)
     return partners[:, None]
 
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """AOT for pairs (arXiv 2406.05882)."""
+    """AOT for pairs (arXiv 2406.05882), whose statistic is `aot_partners`."""
     margin = beta * (scores.chosen - scores.rejected - scores.batch_statistic[:, 0])
     return Losses(_smoothed(margin, label_smoothing))
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """For each chosen and each rejected log-ratio, the other role's of the same rank, (B, 2)."""
+    """Find, for each chosen and each rejected log-ratio, the other role's of the same rank, (B, 2)."""
     import torch
 
     u_w, u_l = scores.log_ratios()
@@ -336,7 +349,7 @@ def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
 
 
 def aot_unpaired(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
-    """AOT, unpaired (arXiv 2406.05882)."""
+    """AOT, unpaired (arXiv 2406.05882), whose statistic is `aot_unpaired_partners`."""
     u_w, u_l = scores.log_ratios()
     chosen_losses = _smoothed(beta * (u_w - scores.batch_statistic[:, 0]), label_smoothing)
     rejected_losses = _smoothed(beta * (scores.batch_statistic[:, 1] - u_l), label_smoothing)
@@ -361,8 +374,8 @@ def bradley_terry(scores: Scores, *, centering: Weight) -> Losses:
 
 
 def estimate_kl(scores: Scores, **_: Any) -> Tensor:
-    """An estimate of KL(policy || reference) from mismatched examples, (B, 1) (arXiv 2402.01306, section 4)."""
-    log_ratios = sum(scores.log_ratios())  # one of the two is 0
+    """Estimate KL(policy || reference) from mismatched examples, (B, 1) (arXiv 2402.01306, section 4)."""
+    log_ratios = sum(scores.log_ratios())  # an example has one response, so one of its two log-ratios is 0
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
 
 
@@ -379,7 +392,7 @@ def kto(
     desirable_weight: Weight,
     undesirable_weight: Weight,
 ) -> Losses:
-    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`, or 0 without a statistic (of equal models)."""
+    """KTO (arXiv 2402.01306, section 4), whose z_0 is the statistic `estimate_kl`, or 0 if there is none."""
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     u_w, u_l = scores.log_ratios()
     desirable = desirable_weight * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
@@ -411,7 +424,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     import torch
 
     def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
-        """Values of a list's responses, best first, (B, K)."""
+        """Stack the values of a list's responses, best first, (B, K)."""
         columns = [] if between is NOT_NEEDED else between.unbind(1)
         return torch.stack([best, *columns, worst], dim=1)
 
@@ -436,7 +449,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def weigh_tails(scores: Scores, alpha: float) -> Scores:
-    """LD-DPO (arXiv 2409.06411): tokens beyond the shorter response's length have the weight `alpha`."""
+    """Give tokens beyond the shorter response's length the weight `alpha`, as LD-DPO does (arXiv 2409.06411)."""
     weighted = {}
     for name in ("chosen", "rejected", "reference_chosen", "reference_rejected"):
         weighted[name] = getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail")
@@ -444,13 +457,14 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """The derivative f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), less its value where pi = ref."""
+    """Compute the derivative f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), less its value where pi = ref."""
     import torch
 
     if divergence == "js":
         return math.log(2) + _log_sigmoid(log_ratio)
     if divergence == "forward_kl":
-        alpha = 1  # alpha divergence: (1 - (pi / ref)^-alpha) / alpha
+        alpha = 1  # it is the alpha divergence with alpha = 1
+    # what follows is f' of the alpha divergence, (1 - (pi / ref)^-alpha) / alpha
     # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
     # has NaN gradients. The factor 0.9 leaves room for the division by alpha
     largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
@@ -459,7 +473,7 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """Apply f-DPO: f' of the ratios in place of the log-ratios."""
+    """Apply f-DPO, which has f' of the ratios in place of the log-ratios."""
     u_w, u_l = scores.log_ratios()
     zeros = u_w.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
     return scores._replace(
@@ -471,7 +485,7 @@ def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
 
 
 def find_wpo_weights(scores: Scores) -> Tensor:
-    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached."""
+    """Compute the weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached."""
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
     return (chosen + rejected).detach().exp()

@@ -93,7 +93,7 @@ def read_adapter(directory: Path) -> tuple[dict, Tensors]:
 
 
 def _list_layers(names: Iterable[str]) -> list[str]:
-    """List the layers of an adapter's weights."""
+    """List the names of the layers to which an adapter's weights belong."""
     return sorted({match[1] for match in map(FACTOR_NAME.fullmatch, names) if match})
 
 
@@ -185,7 +185,7 @@ def add_adapter(
     """Freeze a model and add an active adapter in float32, which changes nothing yet.
 
     `targets` are names of layers, or their ends, or "auto". A policy's adapter is trained, with a reward model's scalar
-    head. Raises InputError if a layer cannot be adapted; `source` says who named it.
+    head. Raises InputError if a layer cannot be adapted; its message begins with `source`, which named the layers.
     """
     targets = [targets] if isinstance(targets, str) else list(targets)
     layers = _find_targets(model, targets, source)
@@ -217,6 +217,7 @@ def add_adapter(
 
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
+    """List the full names of the layers that `targets` name; InputError if one is missing or cannot be adapted."""
     # an adapted layer gives its name to its base layer, which comes last
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     if targets in AUTO:
@@ -239,7 +240,7 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer computes what torch's does, unlike Llama 4's routers."""
+    """Return whether a layer is linear; a subclass with another forward, such as Llama 4's routers, may not be."""
     return isinstance(layer, (Conv1D, Linear4bit)) or type(layer).forward is nn.Linear.forward
 
 
@@ -273,7 +274,10 @@ def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
 
 
 def adapter_weights(model: Any, name: str) -> Tensors:
-    """Find an adapter's parameters, by names without its own; the policy's has a scalar head, too."""
+    """Map an adapter's parameters by their names without the adapter's name; empty if the model lacks the adapter.
+
+    A scalar head belongs to the policy's adapter.
+    """
     ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
     weights = {}
     for key, parameter in model.named_parameters():
@@ -286,7 +290,7 @@ def adapter_weights(model: Any, name: str) -> Tensors:
 
 
 def base_weights(model: Any) -> Tensors:
-    """Return the base's state dict, with its original names."""
+    """Return the base's state dict, with the names from before layers were adapted."""
     weights = {}
     for key, tensor in model.state_dict().items():
         if ".lora_" not in key:
@@ -328,7 +332,7 @@ def _adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def seed_dropout(*numbers: int) -> None:
-    """Let an update draw the same masks in a resumed run."""
+    """Seed torch by these numbers, so that an update draws the same dropout masks in a resumed run."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
@@ -373,7 +377,10 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Count parameters over all shards: `trainable` and, with 4-bit weights and a reference's adapter, in `total`."""
+    """Count the parameters of all shards: the `trainable` ones, and the `total`.
+
+    The total includes 4-bit weights and a reference's adapter.
+    """
     n_total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, Linear4bit):  # its weight is a packed buffer
@@ -395,6 +402,7 @@ class AdapterPart(ModelPart):
         return full_state({PREFIX + key: weight for key, weight in adapter_weights(self.source, POLICY).items()})
 
     def convert(self, state: Tensors) -> dict[str, bytes]:
+        """Make the files in PEFT's format, by name, with the checkpoint's own names of layers."""
         config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]

@@ -36,7 +36,7 @@ class OnlinePair(NamedTuple):
 
     @property
     def pair(self) -> tuple[Answer, Answer]:
-        """(chosen, rejected)."""
+        """The chosen and the rejected answer."""
         best, worst = self.answers[self.best], self.answers[self.worst]
         return (worst, best) if self.is_flipped else (best, worst)
 
@@ -96,6 +96,7 @@ def choose_sampling(
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """List the ids of tokens that end an answer, first EOS, with which trained responses end."""
     published = generation_config.eos_token_id
     if not isinstance(published, list):
         published = [published]
@@ -133,6 +134,7 @@ def generate(
         uniform = np.stack([generator.random(sampling.max_new_tokens) for generator in generators])  # (B, new tokens)
         processors.append(partial(_draw_token, torch.from_numpy(uniform).to(device), n_prompt))
     own_config = model.generation_config
+    # so that none of its settings, such as penalties, has an effect beside those of `sampling`
     model.generation_config = transformers.GenerationConfig()
     try:
         with without_compilation(cache_implementation=sampling.cache_implementation):
@@ -159,7 +161,10 @@ def generate(
 
 
 def _draw_token(uniform: torch.Tensor, n_prompt: int, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Leave of each row's logits, (B, V), only the token drawn."""
+    """Draw a token for each row of logits, (B, V), and return logits that allow only this token.
+
+    `uniform`, (B, new tokens), has a random number in [0, 1) for each token of each answer.
+    """
     cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
     # a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1)
     threshold = uniform[:, input_ids.shape[1] - n_prompt, None] * cumulative[:, -1:]
@@ -173,7 +178,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
-    """Write a prompt's text as the model gets it, with CUT for truncated text."""
+    """Write a prompt's text as the model gets it, with CUT where text is missing, unless whole turns were left out."""
     if not example.prompt_is_cut:
         return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)

@@ -25,6 +25,7 @@ GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux is for sinks
 QUERIES_AT_ONCE = 96  # queries at a time on a CPU: their scores stay in the processor's cache
 
+# transformers' own functions; `choose_attention` replaces the second
 _sdpa, _use_gqa_in_sdpa = sdpa_attention.sdpa_attention_forward, sdpa_attention.use_gqa_in_sdpa
 
 
@@ -33,7 +34,10 @@ def find_attention(config: Any) -> str:
 
 
 def choose_attention(wanted: str) -> str | None:
-    """Choose what to ask transformers for: None for `sdpa`, so that Gemma 2, which lacks it, gets eager attention."""
+    """Return the `attn_implementation` for transformers, after making those of this module known to it.
+
+    It is None for `sdpa`, so that Gemma 2, which lacks it, gets eager attention.
+    """
     AttentionInterface.register(VARLEN, attend_by_segments)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
     sdpa_attention.use_gqa_in_sdpa = _use_grouped_heads
@@ -61,8 +65,8 @@ def attend_by_segments(
 ) -> tuple[Tensor, None]:
     """Attend by `segments` in bfloat16 or float16; without them, as transformers' "sdpa".
 
-    With them query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D). Raises InputError for
-    layers that need more, such as a mask.
+    With segments there is one row: query is (1, heads H, tokens L, D), key and value are (1, K, L, D), and the output
+    is (1, L, H, D). Raises InputError for layers that need more, such as a mask.
     """
     has_own_mask = segments is not None and attention_mask.numel() != 1  # the usual mask is a dummy of one element
     if has_own_mask or any(kwargs.get(name) is not None for name in UNSUPPORTED):
@@ -109,6 +113,7 @@ def attend_in_bfloat16(
     """
     dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
+    # an additive mask, as packed rows have it; None counts as a bool mask
     has_fixed_mask = getattr(attention_mask, "dtype", torch.bool) != torch.bool and not attention_mask.requires_grad
     has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
     if not (is_cpu_bfloat16 and has_fixed_mask) or has_options:
@@ -138,7 +143,7 @@ def masked_attention(
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """Attention of (R * H, L, D) tensors."""
+    """Attention of (R * H, L, D) tensors, in blocks of queries whose probabilities the backward pass recomputes."""
 
     @staticmethod
     def forward(
@@ -195,7 +200,7 @@ def _softmax(
 
 
 def _list_blocks(mask: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield queries, and the shortest range with all their keys."""
+    """Yield slices of QUERIES_AT_ONCE queries, each with the shortest slice that has all their keys."""
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), QUERIES_AT_ONCE):
         queries = slice(start, start + QUERIES_AT_ONCE)

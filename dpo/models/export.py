@@ -51,7 +51,7 @@ from dpo.system.plain_files import read_json, replacing, write_json
 from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
 SHARD_BYTES = 2 * 10**9
-# settings on the card: what determines the weights, but for what was said to the export and not to the run
+# settings on the card: keys that determine the weights, without a key that was set for the export, not for the run
 SETTINGS = {key for key, row in KEYS.items() if row.resume is ResumeRule.FIXED} - {"model.trust_remote_code"}
 SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
@@ -153,6 +153,7 @@ def export(
 
 
 def describe_export(folder: Path) -> str:
+    """Say where an export is and how large, and how float32 weights take half of that."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sentence = f"exported {folder} ({size / 1e9:,.3g} GB)"
     config = folder / "config.json"
@@ -162,7 +163,10 @@ def describe_export(folder: Path) -> str:
 
 
 def export_last(plan: Plan, rank: int) -> None:
-    """Export a complete run's last checkpoint into its `hf`, if wanted and missing; every process must call it."""
+    """Export a complete run's last checkpoint into the folder EXPORTED in it, if wanted and not yet there.
+
+    Every process must call it. A failure is only a warning.
+    """
     if not plan.run.export or plan.run.debug:
         return
     latest = Path(plan.run.local_run_dir) / "LATEST"
@@ -172,7 +176,7 @@ def export_last(plan: Plan, rank: int) -> None:
             out = latest.resolve() / EXPORTED
             out = export(latest, out, trust_remote_code=is_trusted, verify=False, plan=plan)
             print(describe_export(out), flush=True)
-        except Exception as error:  # no error of an export may fail a run that is complete
+        except Exception as error:  # whatever it is, the run is complete
             command = f"dpo export {plan.run.local_run_dir} DIR"
             if isinstance(error, NeedsMerge):
                 command += " --merge"
@@ -186,6 +190,7 @@ def export_last(plan: Plan, rank: int) -> None:
 
 
 def _write_adapter(folder: Path, source: ModelPath) -> None:
+    """Write an adapter with its tokenizer and a card; NeedsMerge if PEFT cannot load its base."""
     base_name = resolve_name(source.name)
     if source.archive is not None:
         exported = source.archive.parent / EXPORTED
@@ -206,14 +211,17 @@ def _write_adapter(folder: Path, source: ModelPath) -> None:
 
 
 def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> None:
-    """Write the base's own directory with other weights: its names, config and files, but for what had to change."""
+    """Write a whole model, as much like the base's own directory as possible.
+
+    Names of weights, config and other files are the base's, except what training or the export had to change.
+    """
     if source.adapter is not None:
         read_adapter(source.adapter)  # to refuse a damaged one before the base is loaded
     model = load_structure(source, dtype=dtype or torch.float32)
     state = drop_copies(model, _read_state(model, source, dtype))
     _copy_files(folder, source, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, source, model)
-    tensors = {}
+    tensors = {}  # remain empty if weights cannot have the names of the base's files
     # a reward model has another head than the files, and random weights may have nothing in common with them
     if not source.scalar_head and not source.plan.model.random_init:
         tensors = _complete(model, state, read_weights(source), dtype)
@@ -223,8 +231,8 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     else:  # there are no weights of other parts
         config = config.get_text_config()
         written = json.loads(config.to_json_string())
-    text = written.get("text_config", written)
-    if not tensors:
+    text = written.get("text_config", written)  # the same dict, unless the config has parts
+    if not tensors:  # save the model alone, by the names that transformers gives
         rounded = dict(_round(model, state, dtype))
         if source.scalar_head:  # a new pad token gets an embedding of zeros, which is only read as padding
             embeddings = model.get_input_embeddings().weight
@@ -235,7 +243,8 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         tensors = revert_weight_conversion(model, rounded)
     storages = set()
     for name, tensor in tensors.items():
-        # safetensors takes no shared storage, as of a tied weight that the base's files have twice, or of an expert
+        # safetensors refuses a shared storage: that of a tied weight, which the base's files may have twice, or that of
+        # all experts, of which a tensor may be one
         storage = tensor.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
             tensors[name] = tensor.clone()
@@ -263,10 +272,11 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
 
 
 def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
+    """Read the trained weights, or merge the adapter; they are by names in `model`, and not yet rounded to `dtype`."""
     if source.adapter is None:
         return read_archive(source.archive, model)
     base_dtype = None
-    if source.run_dir is not None:  # the base as the run had it: in its precision, and of 4 bits what they keep
+    if source.run_dir is not None:  # the base as the run had it: in its dtype, and rounded to 4 bits if it was
         base_dtype = DTYPES[source.plan.model.policy_dtype]
     base = load_base(source, base_dtype, attention="eager")
     if source.run_dir is not None and source.plan.quantized:
@@ -276,7 +286,7 @@ def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Ten
 
 
 def _round(model: Any, state: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Cast weights to `dtype`, but for those that transformers keeps in float32 in such a model."""
+    """Cast weights to `dtype`, except those that transformers keeps in float32 for the model's class."""
     if dtype is None:
         return state
     rounded = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), dtype=dtype).state_dict()
@@ -289,9 +299,9 @@ def _complete(
     stored: Tensors,
     dtype: torch.dtype | None,
 ) -> Tensors:
-    """Put trained tensors in their places among a base's; none if these are unclear.
+    """Replace tensors of a base's files, `stored`, by the trained ones; empty if it is unclear which is which.
 
-    With `dtype`, what is in float32 in files of 16 bits stays so.
+    With `dtype`, a tensor stays in float32 if the files have it in float32 among others in 16 bits.
     """
     named = rename_weights(model, _round(model, state, dtype), stored)
     if not named:
@@ -316,7 +326,7 @@ def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:
 
 
 def _find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
-    """Find a special token with an embedding that is not EOS.
+    """Find the id of a special token, other than EOS, that has an embedding; None if there is none.
 
     A scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
     """
@@ -329,14 +339,15 @@ def _find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
 
 
 def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
-    """Copy the tokenizer's files, and change template and pad token there if the run, or a lack of embedding, asks.
+    """Copy the tokenizer's files, and return the tokenizer.
 
-    A reward model always gets a pad token, a new one if no other token can pad; other models get settings of
-    generation.
+    The files are changed if the run has another chat template, or if the pad token has no embedding. A reward model
+    always gets a pad token, which is a new one if no other token can pad. Other models get settings of generation.
     """
     name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source.options)
+    # as published, to find out below what has changed
     template = tokenizer.chat_template
     pad_token = tokenizer.pad_token
     n_tokens = len(tokenizer)
@@ -354,7 +365,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
     config = dict(published)
-    if type(tokenizer).__module__.startswith("transformers."):  # its class is used, not the model's code
+    if type(tokenizer).__module__.startswith("transformers."):  # a class of transformers, not of the model's code
         config.pop("auto_map", None)
     else:
         custom_object_save(tokenizer, folder, config=config)
@@ -379,7 +390,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
 
 
 def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) -> None:
-    """Write the base's settings of generation, with end tokens of which the first is the one that was trained."""
+    """Write the base's settings of generation, with the trained end token as the first of all end tokens."""
     published = load_generation_config(source)
     file = find_file(source, "generation_config.json")
     values = read_json(Path(file)) if file else published.to_diff_dict()
@@ -394,7 +405,10 @@ def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) ->
 
 
 def escape_markdown(text: str) -> str:
-    """Write a text on one line, as a page shows it: no markup, HTML or link of its own, as names come from others."""
+    """Write a text on one line, so that a page shows it as it is.
+
+    Names come from others, so none may be read as markup, HTML or a link.
+    """
     escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
     return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
 
@@ -406,7 +420,7 @@ def _write_card(
     *,
     dtype: str | None = None,
 ) -> None:
-    """Write `README.md`, without the weights' `dtype` for an adapter alone."""
+    """Write `README.md`; `dtype` names that of a whole model's weights, and is None for an adapter alone."""
     plan = source.plan
     is_adapter = dtype is None
     loss = plan.values.get("loss.name")
@@ -458,7 +472,7 @@ def _write_card(
     if source.scalar_head:
         tokenizer = load_tokenizer(plan.model.tokenizer, **source.options, chat=plan.chat)
         end = tokenizer.eos_token
-        if form == CHAT:  # the first token behind an answer
+        if form == CHAT:  # the first end token that the template puts behind an answer
             dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
             behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
             end = min((token for token in list_ends(tokenizer) if token in behind), key=behind.index, default=end)

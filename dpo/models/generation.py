@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
         )
 
     def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:
-        """Answer a prompt, whose number in the session is part of the seed."""
+        """Answer a prompt; its number in the session is part of the seed."""
         with make_adapter_context(self.model, self.adapter)():
             [given] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
         return given.text
@@ -67,10 +67,11 @@ def load_for_generation(
     form: str | None = None,
     **options: Any,
 ) -> list[LoadedModel]:
-    """Load a policy, and its reference if there is one; `options` are those of `find_model`.
+    """Load a policy, then its reference if there is one; `options` are those of `find_model`.
 
-    `reference` is a path, Hub id or "none"; None: what the policy's run started from. Raises InputError if a model
-    cannot be loaded, or if the tokenizers differ.
+    `reference` is a path, Hub id or "none"; by default it is what the policy's run started from. `form` is the form of
+    prompts, by default the one of the policy's training. Raises InputError if a model cannot be loaded, or if the
+    tokenizers differ.
     """
     policy = find_model(path, hub=True, **options)
     if policy.scalar_head:
@@ -97,8 +98,9 @@ def load_for_generation(
         init_seed = plan.run.seed if plan.model.random_init else None
         key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
         base = bases.get(key)
+        # a base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest
         if base is None or (source.base_digest and source.base_digest != base.base_digest):
-            # not attention that needs a GPU
+            # a run's other choices of attention may need a GPU
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
             device_map = None if plan.quantized else choose_device_map()
             base = load_base(source, dtype, attention=attention, device_map=device_map)
@@ -117,7 +119,7 @@ def _load_tokenizer(model: ModelPath) -> Any:
 
 
 def _find_start(policy: ModelPath) -> ModelPath | None:
-    """Find the model that a policy's run started from, in the reference's dtype; None if not known."""
+    """Find the model that a policy's run started from, to be loaded in the reference's dtype; None if not known."""
     plan = policy.plan
     if policy.run_dir is None:  # an adapter started from its base
         return None if policy.adapter is None else policy._replace(adapter=None)

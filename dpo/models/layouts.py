@@ -61,6 +61,7 @@ class Microbatch(NamedTuple):
         indices: Sequence[int],
         lay_out: Callable,
     ) -> Microbatch:
+        """Make a microbatch of the examples at `indices`, with the `inputs` that `lay_out` makes of a list of them."""
         n = len(indices)
         fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
         lengths = by_side([example.n_scored for example in fed], fill=0)
@@ -89,10 +90,10 @@ class Microbatch(NamedTuple):
 
 @dataclass
 class Padded:
-    """Each response in its own row, padded on the right to the global batch's longest.
+    """Each response in a row of its own, after its prompt, padded on the right to the global batch's longest row.
 
-    Causal attention does not look there; with a mask (`masked`) transformers uses slower kernels, and makes the host
-    wait.
+    Causal attention does not look at padding on the right. The mask of `masked` is for other models: with it,
+    transformers uses slower kernels, and makes the host wait.
     """
 
     masked: bool = True
@@ -112,7 +113,10 @@ class Padded:
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Compute log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1)."""
+        """Compute log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1).
+
+        In the place of a missing response are those of another one.
+        """
         attention_mask = inputs.attention_mask if self.masked else None
         rows = (inputs.input_ids, attention_mask, inputs.labels)
         if find_scalar_head(model) is not None:
@@ -183,6 +187,7 @@ class SharedPrefix:
         )
 
     def forward(self, model: nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
+        """Compute the same as `Padded.forward`."""
         score = partial(packed_logps, with_squares=with_squares)
         by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
         index = inputs.response_index
@@ -204,21 +209,22 @@ def choose_layout(
     n_responses: int = 4,
     on_any_process: Callable = bool,
 ) -> tuple[Layout, str | None]:
-    """Choose the layout `name`, or `Padded` and say why, by running the model on pairs in both.
+    """Choose the layout `name`, or `Padded` if the model does not support it, and the reason (else None).
 
-    Some are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
-    `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class may not support
-    the model's layout.
+    Where the rules allow shared prefixes, the model is run on pairs in both layouts, and must give the same numbers.
+    Some pairs are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
+    `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class is refused, as
+    it may not support the model's layout.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
         if reference is not None and find_class(reference) is not find_class(model):
             reason = f"has a reference of another class, {find_class(reference).__name__}"
         else:
-            example = longest or max_length
-            row = min(n_responses * example, 4 * max_length)
+            longest = longest or max_length
+            longest_row = min(n_responses * longest, 4 * max_length)
             tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
-            reason = _find_difference(model, layout, example, row, tolerance)
+            reason = _find_difference(model, layout, longest, longest_row, tolerance)
             # processes that share the model must agree, as the order of their collectives follows from the layout
             if on_any_process(reason is not None):
                 reason = reason or "does not support shared prefixes on another process"
@@ -236,9 +242,9 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     """Choose the layout by class and config alone; `Padded` and a reason if they do not support `name`."""
     attention = find_attention(model.config)
     windows = find_windows(model, max_length)
-    if isinstance(windows, str):
-        # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the
-        # rules support no model, so they do not show that this model looks at padding.
+    if isinstance(windows, str):  # the reason why rows cannot be shared
+        # A model that the rules do not support may look at padding, so it gets a mask. With flash_attention_2 the rules
+        # support no model at all, which says nothing about this one.
         layout = Padded(masked=attention != "flash_attention_2")
         return layout, None if name == "padded" else windows
     if name == "padded":
@@ -252,13 +258,13 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     ), None
 
 
-# Config keys that limit attention to a number of columns, whatever the positions and the mask say: short rows would not
-# show it, and of long rows half precision only a part.
+# Config keys that limit attention to a number of columns, whatever the positions and the mask say. `_find_difference`
+# could miss such a limit: short rows do not reach it, and in long rows the rounding of half precision may hide it.
 COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def find_windows(model: Any, max_length: int) -> Windows | str:
-    """Find the window of each kind of attention layer, None for all tokens; a reason if rows cannot be shared."""
+    """Map each kind of attention layer in the model to its window; return a reason if rows cannot be shared."""
     config = model.config.get_text_config()
     attention = find_attention(config)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -289,17 +295,20 @@ def _find_difference(
     model: Any,
     layout: SharedPrefix,
     longest: int,
-    row: int,
+    longest_row: int,
     tolerance: float,
 ) -> str | None:
-    """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows."""
+    """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows.
+
+    None if they differ by no more than `tolerance`, relative to their size.
+    """
     window = max(window or 0 for window in layout.windows.values())
-    n = max(longest, 12)
+    n_longest = max(longest, 12)  # the lengths below must be positive
     # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
-    n_second = min(n - 3, 60)
+    n_second = min(n_longest - 3, 60)
     cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
-        ([(5, n - 5, n - 6), (2, n_second + 1, n_second)], max(row, 2 * n)),
+        ([(5, n_longest - 5, n_longest - 6), (2, n_second + 1, n_second)], max(longest_row, 2 * n_longest)),
     )
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -323,11 +332,11 @@ def _find_difference(
                 else:
                     expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
                 error = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
-                size = expected.abs()
+                scale = expected.abs()
                 if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
-                    size = 5 * size.max()
-                if not (error <= tolerance * size).all():  # also if an error is NaN
-                    return f"gives other numbers with shared prefixes, off by {(error / size).max().item():.2g}"
+                    scale = 5 * scale.max()
+                if not (error <= tolerance * scale).all():  # also if an error is NaN
+                    return f"gives other numbers with shared prefixes, off by {(error / scale).max().item():.2g}"
     except Exception as error:  # an unsuitable model may raise anything
         if isinstance(error, InputError) or is_memory_error(error):  # not the layout's fault
             raise

@@ -34,23 +34,23 @@ def resolve_name(name: str) -> str:
 
 
 def find_model_config(plan: Plan) -> Any:
-    """Load the model's config, perhaps of a checkpoint's text part."""
+    """Load the config of a plan's model, which may be a checkpoint's text part."""
     config = load_config(find_base(plan))
     return config.get_text_config() if is_text_part(config) else config
 
 
-def find_structure(plan: Plan, dtype: str | None = None) -> Any:
+def make_structure(plan: Plan, dtype: str | None = None) -> Any:
     """Make the model on the meta device, without adapters, by default in the policy's dtype."""
     dtype = dtype or plan.model.policy_dtype
     return load_structure(find_base(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
 
 
-def find_policy_structure(plan: Plan) -> Any:
+def make_policy_structure(plan: Plan) -> Any:
     """Make the policy on the meta device, quantized and with its adapters."""
     adapters = [POLICY] if plan.lora else []
     if plan.reference == "adapter":
         adapters.append(REFERENCE)
-    return _prepare(find_structure(plan), plan, dict.fromkeys(adapters))
+    return _prepare(make_structure(plan), plan, dict.fromkeys(adapters))
 
 
 def find_start(plan: Plan) -> ModelPath:
@@ -75,11 +75,12 @@ def find_start(plan: Plan) -> ModelPath:
 
 
 def notes_on_base(plan: Plan) -> list[str]:
-    base = find_start(plan).name
+    """Warn if the adapter that training starts from names another base than the plan."""
+    trained_on = find_start(plan).name
     name = plan.model.name_or_path
-    if not base or resolve_name(base) == resolve_name(name):
+    if not trained_on or resolve_name(trained_on) == resolve_name(name):
         return []
-    warning = f"model.archive={plan.model.archive} was trained on {base}, and model.name_or_path={name}"
+    warning = f"model.archive={plan.model.archive} was trained on {trained_on}, and model.name_or_path={name}"
     return [WarningLine(warning)]
 
 
@@ -87,11 +88,11 @@ def notes_on_base(plan: Plan) -> list[str]:
 
 
 def check_model(plan: Plan) -> ModelPath:
-    """Find what training starts from; InputError if the model cannot be trained."""
+    """Check that the model can be trained, else raise InputError; return what training starts from."""
     start = find_start(plan)
     base = find_base(plan)
     if is_text_part(load_config(base)) and not plan.model.random_init and not plan.loss.scalar_head:
-        check_names(find_structure(plan), base)
+        check_names(make_structure(plan), base)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return start
 
@@ -99,22 +100,25 @@ def check_model(plan: Plan) -> ModelPath:
 def check_blocks(plan: Plan, given: Any = None) -> None:
     """Raise InputError if the model, by default the plan's, lacks the blocks that are sharded or compiled."""
     if plan.trainer.multi_process or plan.model.block_name or plan.training.compile:
-        find_blocks(given or find_structure(plan), plan.model.block_name)
+        find_blocks(given or make_structure(plan), plan.model.block_name)
 
 
 def check_parts(plan: Plan) -> None:
     """Raise the InputErrors of loading, without reading the model's own weights."""
     start = check_model(plan)
-    structure = find_structure(plan)
+    structure = make_structure(plan)
     check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
     if start.archive is not None:
         read_archive(start.archive, structure)
-    _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})
+    _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})  # for its errors
 
 
 def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable, Callable | None]:
-    """Make functions that load policy and separate reference (else None), on ranks but 0 without weights."""
+    """Return functions that load the policy and the separate reference, which is None if there is none.
+
+    Rank 0 loads weights; other ranks make a model on the meta device.
+    """
     policy_archive = reference_archive = check_model(plan).archive
     if resume_from and plan.lora is None:  # a checkpoint with an adapter has no weights of the base
         policy_archive = resume_from
@@ -126,7 +130,7 @@ def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable
 
     def load(dtype: str, archive: Path | None) -> Any:
         if not is_rank_0():
-            return find_structure(plan, dtype)
+            return make_structure(plan, dtype)
         return load_base(find_base(plan)._replace(archive=archive), DTYPES[dtype], device_map=device_map)
 
     load_reference_base = None
@@ -142,7 +146,7 @@ def load_base(
     attention: str | None = None,
     **options: Any,
 ) -> Any:
-    """Load the model without its adapter and compare its digest, if that is known.
+    """Load a model without its adapter; InputError if its weights do not have the recorded digest.
 
     The default dtype is the config's, the default attention the plan's; `options` are those of `load_model`.
     """
@@ -164,9 +168,10 @@ def load_base(
 
 
 def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
-    """Load the policy before it is distributed, and rank 0's digest of its frozen weights, if they are the reference.
+    """Load the policy, not yet distributed; `policy` is a model, or a function that loads one.
 
-    `policy` is a model or a function that loads it.
+    The second value is a digest if the policy's frozen weights are the reference; it is None otherwise, and on ranks
+    but 0.
     """
     start = find_start(plan) if plan.lora else ModelPath()
     adapters = {POLICY: resume_from or start.adapter} if plan.lora else {}
@@ -181,7 +186,7 @@ def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any,
 
 
 def load_reference(reference: Any, plan: Plan) -> tuple[Any, str | None]:
-    """Load a separate reference, as `load_policy` does; without a digest if it is to follow the policy."""
+    """Load a separate reference, as `load_policy` does; the digest is None if the reference will follow the policy."""
     directory = find_start(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
     model, digest = _load_on_all_ranks(reference, plan, adapters, is_reference=plan.follow_every is None)
@@ -189,20 +194,23 @@ def load_reference(reference: Any, plan: Plan) -> tuple[Any, str | None]:
 
 
 def _load_on_all_ranks(
-    load: Any,
+    model_or_loader: Any,
     plan: Plan,
     adapters: dict[str, Path | None],
     *,
     is_reference: bool,
 ) -> tuple[Any, str | None]:
-    """Load on rank 0, then the structure on others, and add adapters; a model that is given is not loaded.
+    """Load the model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
 
-    Only the tensors of a file say whether a head is tied, and rank 0 alone reads them.
+    A model that is given, in place of a function that loads it, is not loaded.
     """
-    given = load if isinstance(load, torch.nn.Module) else after_rank_0("a model's weights", load)
+    given = model_or_loader
+    if not isinstance(given, torch.nn.Module):
+        given = after_rank_0("a model's weights", model_or_loader)
     model = take_model(given)
     if model is not given and is_rank_0():
         print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")
+    # only the tensors of a file tell whether a head is tied, and rank 0 alone reads them
     untie(model, from_rank_0(list_ties(model)))
 
     def adapt() -> str | None:
@@ -222,9 +230,10 @@ def _load_on_all_ranks(
 
 
 def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> Any:
-    """Quantize and adapt a model.
+    """Quantize a model and add adapters, in place, as the plan says.
 
-    `adapters` maps names to directories, which rank 0 reads for all, or to None for a new adapter; the first is active.
+    `adapters` maps names to directories, or to None for a new adapter. Only rank 0 reads them, as its weights are sent
+    to other ranks later. The first adapter is active.
     """
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own

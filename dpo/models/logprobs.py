@@ -39,13 +39,16 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Compute log-probabilities of labelled tokens of (B, T) inputs, (B, T-1), in each row without gaps, then zeros."""
+    """Compute log-probabilities of the labelled tokens in (B, T) inputs.
+
+    The result is (B, T-1): in each row first those of its labelled tokens, without gaps, then zeros.
+    """
     with _one_text_per_row():
         logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
     targets = labels[:, 1:].to(logits.device)  # (B, T-1)
     is_scored = targets != IGNORE_INDEX
-    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # it does not take -100
+    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # 0, as gather takes no -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move the scored tokens of each row to its beginning, in their order
@@ -57,7 +60,7 @@ def sequence_logps(
 
 @contextmanager
 def _one_text_per_row() -> Iterator:
-    """Keep transformers from reading positions on the host, in search of rows with several texts."""
+    """Keep transformers from looking for rows with several texts, for which the host would wait for positions."""
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -73,7 +76,10 @@ def packed_logps(
     *,
     with_squares: bool,
 ) -> TokenLogps:
-    """Compute `sequence_logps` of the U responses of `packed`, (U, T), up to rounding; rewards are (U, 1)."""
+    """Compute log-probabilities of the U responses of `packed`, (U, T), or their rewards, (U, 1).
+
+    They are those of `sequence_logps` or `sequence_rewards`, up to rounding.
+    """
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
         [attention_mask] = attention_mask.values()
@@ -116,7 +122,10 @@ def sequence_rewards(
 
 
 def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:
-    """Make additive masks, by kind of attention layer: on CPUs they are faster than bool."""
+    """Make a mask for each kind of attention layer.
+
+    Masks are additive, 0 or the dtype's minimum, which is faster than bool on CPUs.
+    """
     device = packed.input_ids.device
     if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=device))
@@ -160,7 +169,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split into pieces whose logits fit into a CPU's cache; on a GPU into one."""
+    """Split all tensors alike by rows, into pieces whose logits fit into a CPU's cache; on a GPU into one piece."""
     n_rows = IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
     return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
 
@@ -178,7 +187,10 @@ def token_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Score `targets`, (N,), from hidden states (N, H), in chunks that the backward pass recomputes."""
+    """Compute log-probabilities of `targets`, (N,), from hidden states, (N, H).
+
+    They are computed in chunks, which the backward pass recomputes, so that few logits are in memory at once.
+    """
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
 

@@ -36,7 +36,7 @@ class Segments(NamedTuple):
 class Packed:
     """R rows of L tokens, each with several trees; tensors are int64.
 
-    N counts scored tokens, U distinct responses (the same to two prompts twice), T the tokens of the longest (1 for
+    N counts scored tokens, U distinct pairs of prompt and response, T the tokens of the longest response (1 for
     rewards), B examples, and "sides" the most responses of an example.
     """
 
@@ -61,7 +61,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if is_dataclass(value):
         changed = {}
         for part in fields(value):
-            if part.init:
+            if part.init:  # unlike cached masks, which are of the old tensors
                 changed[part.name] = map_tensors(change, getattr(value, part.name))
         return replace(value, **changed)
     if hasattr(value, "_fields"):
@@ -70,15 +70,15 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def count_tokens(example: Example) -> int:
-    """Count the tokens in a row with one example."""
+    """Count the tokens that one example would feed in a row of its own."""
     return len(example.prompt) + sum(len(response) - 1 for response in set(example.responses))
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     """Divide the indices of examples into `parts` with about equally many fed tokens, long ones first.
 
-    The last parts are empty if examples are fewer. Examples of a prompt are neighbours, so that few prompts are fed
-    twice.
+    If there are fewer examples than parts, the last parts are empty. Examples of a prompt are neighbours, so that few
+    prompts are fed twice.
     """
     sort_keys = {}  # prompt -> (tokens of its longest example, index of its first)
     for i, example in enumerate(examples):
@@ -110,9 +110,11 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
 
 @dataclass
 class _Tree:
+    """A prompt with responses to it, all in one row."""
+
     prompt: tuple
     branches: list[tuple]  # (index among the U responses, token ids, those that are fed, cuts)
-    n_fed: int
+    n_fed: int  # tokens in the row, with the prompt's
 
 
 def pack(
@@ -123,11 +125,11 @@ def pack(
     length: int | None = None,
     for_rewards: bool = False,
 ) -> Packed:
-    """Pack examples into rows of `length`, or of the cheapest one (None), a multiple of `alignment`.
+    """Pack examples into rows of `length`, or (None) of the length that costs least, rounded up to `alignment`.
 
-    Trees above `max_tree_tokens` are divided, each part with the prompt; without it all are in one row, at least
-    `length` long, with `segments`. With `for_rewards` a response is fed whole, and `scored` has its last scored token
-    itself.
+    A tree with more than `max_tree_tokens` is divided, and each part gets the prompt. If `max_tree_tokens` is None,
+    there is one row with `segments`, which is at least `length` long. With `for_rewards`, responses are fed with their
+    last tokens, and `scored` has, for each response, the place of its last scored token itself.
     """
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
     indices_of_examples = []
@@ -195,6 +197,7 @@ def _write(
     indices_of_examples: list[list[int]],
     for_rewards: bool,
 ) -> Packed:
+    """Write the trees of each row into tensors; `indices_of_examples` become `response_index`."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored = []
@@ -241,6 +244,7 @@ def _write(
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
+    """Find the segments of a row, whose `tree` and `branch` are (L,)."""
     starts = np.flatnonzero(np.diff([tree, branch]).any(0)) + 1
     queries = np.split(np.arange(len(tree)), starts)
     keys = []
@@ -260,15 +264,15 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
 
 
 def _find_starts(parts: list[np.ndarray]) -> Tensor:
-    """Find where each of the parts begins if they are joined, and where the last ends."""
+    """Find where each part would begin if all were joined, and where the last would end."""
     return torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
-    """Return whether queries attend to keys, (R, 1, queries, keys) bool.
+    """Make the mask of attention, true where a query attends to a key, (R, 1, queries, keys) bool.
 
-    A token attends to its prompt and its own response, not to later tokens or those `window` or more positions back;
-    padding attends to padding, so that every query has a key.
+    A token attends to its prompt and its own response, but not to later tokens, nor to those `window` or more positions
+    back. Padding attends to padding, so that every query has a key.
     """
     tree = packed.tree
     branch = packed.branch

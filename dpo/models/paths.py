@@ -50,18 +50,18 @@ class ModelPath(NamedTuple):
 
     @property
     def policy_file(self) -> Path | None:
-        """The checkpoint's own `policy.pt`, not its base's."""
+        """The checkpoint's own `policy.pt`, not its base's; None for an adapter of another program."""
         if self.adapter is None:
             return self.archive
         file = self.adapter / POLICY_FILE
         return file if file.is_file() else None
 
     def describe(self) -> str:
-        """Say what is read, which a stranger's run may have named."""
+        """Name what is read, for the user to check, as a stranger's run may have named any files."""
         return f"weights of {self.archive or self.name}, tokenizer of {self.plan.model.tokenizer}"
 
     def resolve(self) -> "ModelPath":
-        """Make its paths absolute, without links."""
+        """Make the paths of archive and adapter absolute, without links such as LATEST, which will move."""
         return self._replace(
             archive=self.archive and self.archive.resolve(),
             adapter=self.adapter and self.adapter.resolve(),
@@ -69,7 +69,7 @@ class ModelPath(NamedTuple):
 
 
 def find_base(plan: Plan) -> ModelPath:
-    """Find the model that a plan names, without the archive."""
+    """Return where the model of `model.name_or_path` is, without `model.archive`."""
     return ModelPath(
         plan.model.name_or_path,
         cache_dir=plan.run.cache_dir,
@@ -80,14 +80,15 @@ def find_base(plan: Plan) -> ModelPath:
 
 
 def locate_weights(path: str | Path) -> ModelPath:
-    """Find a `policy.pt` or an adapter, or that of a directory or run; InputError if there is none.
+    """Find the `policy.pt` or adapter that a path names; InputError if there is none.
 
-    `name` is the base that the adapter names, if it names a directory or a Hub id.
+    The path is that of a `policy.pt`, of a directory with one or with an adapter, or of a run, whose latest checkpoint
+    is meant. Of an adapter, the base that it names becomes `archive` if it is a file, else `name`.
     """
     path = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = [path, path / "LATEST"]
     if path.name == POLICY_FILE:
-        folders.append(path.parent)
+        folders.append(path.parent)  # which may hold an adapter: then its `policy.pt` has no weights of the base
     for folder in folders:
         if (folder / CONFIG).is_file():
             with explaining_adapter(folder):
@@ -125,9 +126,10 @@ def find_model(
 ) -> ModelPath:
     """Find the model that a path names; InputError if it names none.
 
-    It is a `policy.pt`, its directory, a run, an adapter or a model, with `hub` also a Hub id. `model` is the base, if
-    neither adapter nor run names it, or if it has moved; `template` is a file with a chat template, in place of the
-    run's. `run_plan` is the run's, whose trust `trust_remote_code` replaces.
+    The path is that of a `policy.pt`, its directory, a run, an adapter or a model; with `hub` it may be a Hub id.
+    `model` is the base, if neither adapter nor run names it, or if it has moved. `template` is a file with a chat
+    template, in place of the run's. `run_plan` is the plan of the run, which is else read from its config; in either
+    case `trust_remote_code` is that of the caller.
     """
     check_exists(find_local(str(path)))
     path = Path(path).expanduser()
@@ -179,9 +181,10 @@ def _choose_template(
     manifest: Mapping,
     path: Path,
 ) -> Plan:
-    """Change a plan to a file's chat template, or to the text that a checkpoint keeps.
+    """Set a plan's chat template to the file `given`, else to the text that the checkpoint's manifest keeps.
 
-    A path in a run's config is not read: the file may have changed, or the run be a stranger's that names any file.
+    Raises InputError if a run's config has only the path of one. The path is not read: the file may have changed, or
+    the run be a stranger's, which may name any file.
     """
     if given is not None:
         return plan.change("chat_template", str(given))
@@ -198,7 +201,10 @@ def _choose_template(
 
 
 def find_prompt_format(model: ModelPath) -> str | None:
-    """Find the form of all training prompts, by the run's record or an export's card; None if they differ."""
+    """Find the form of all training prompts, one of MEANINGS, by the run's record or an export's card.
+
+    None if it is not known, or if datasets differ.
+    """
     if model.run_dir is not None:
         train = read_run_file(model, "preflight.json").get("train")
         recorded = train.get("prompt_formats") if isinstance(train, Mapping) else None

@@ -24,8 +24,6 @@ from dpo.settings.keys import Dtype
 from dpo.system.host import count_gpus
 
 DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
-
-
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # around a model; the last by torch.compile
 
 
@@ -78,10 +76,10 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
 
 
 def load_structure(source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
-    """Make the model of `load_model` on the meta device."""
+    """Make the model that `load_model` would load, on the meta device."""
     config = load_config(source)
     with explaining_load_errors("model", source.name), torch.device("meta"):
-        return _complete(_make(source, config, dtype, attn_implementation), source, config)
+        return _adjust(_make(source, config, dtype, attn_implementation), source, config)
 
 
 def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -95,9 +93,10 @@ def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str) ->
 
 
 def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> tuple[Any, dict]:
-    """Load a model, and return what its loader says too; InputError if it does not fit on the devices.
+    """Load a model by `load`, a `from_pretrained`; return it with transformers' loading info, such as missing keys.
 
-    Without accelerate, its weights go to a device by way of the CPU.
+    Without accelerate, weights go to a device by way of the CPU. Raises InputError if the model does not fit on the
+    devices.
     """
     has_accelerate = transformers.utils.is_accelerate_available()
     if has_accelerate:
@@ -148,6 +147,7 @@ def load_model(
             state = structure.state_dict()
         if state:
             own_config = config.get_text_config() if is_text_part(config) else config
+            # None: the weights are those of `state`, and no file of the model is read
             load = partial(type(structure).from_pretrained, None, config=own_config, state_dict=state)
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
@@ -164,10 +164,11 @@ def load_model(
                 model.generation_config = load_generation_config(source)
             for tensor in (*model.parameters(), *model.buffers()):  # may be mapped from a file, which may be replaced
                 tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        return _complete(model, source, config)
+        return _adjust(model, source, config)
 
 
-def _complete(model: Any, source: ModelPath, config: Any) -> Any:
+def _adjust(model: Any, source: ModelPath, config: Any) -> Any:
+    """Change a new model in place, as training and exports need it; `config` is that of the whole checkpoint."""
     disable_dropout(model)
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
@@ -180,6 +181,7 @@ def _complete(model: Any, source: ModelPath, config: Any) -> Any:
 
 
 def load_generation_config(source: ModelPath) -> transformers.GenerationConfig:
+    """Load a model's own settings for sampling, which older models have in their config."""
     load = transformers.GenerationConfig.from_pretrained
     try:
         return load(source.name, cache_dir=source.cache_dir)
@@ -194,14 +196,14 @@ def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
 
 
 def check_positions(model: Any, max_length: int) -> None:
-    """Raise InputError if a model has fewer positions, or changes them in a batch with a row of `max_length`."""
+    """Raise InputError if rows of `max_length` exceed a model's positions, or change how it computes other rows."""
     limit, why = min(list_limits(model))
     if max_length > limit:
         raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: set {limit} or less, {why}")
 
 
 def list_limits(model: Any) -> list[tuple[float, str]]:
-    """List how many tokens the longest row may have, each with the reason."""
+    """List limits on the tokens of a row, each with its reason; infinity where there is no limit."""
     config = model.config.get_text_config()
     limits = [(count_positions(model), "the number of its positions")]
     n_positions = getattr(config, "max_position_embeddings", 0)
@@ -226,8 +228,8 @@ def count_positions(model: Any) -> float:
             if table.padding_idx is not None:  # RoBERTa's positions come after that of padding
                 n_positions -= table.padding_idx + 1
             return n_positions
-    is_computed = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's
-    return n_positions if is_computed else math.inf
+    is_buffer = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's table
+    return n_positions if is_buffer else math.inf
 
 
 def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
@@ -256,6 +258,7 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 
 def checkpoint_activations(model: Any) -> None:
+    """Make the backward pass recompute the activations of each block, so that they need not be kept."""
     draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
     # the older name is that of transformers before 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -23,12 +23,12 @@ LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has the
 
 
 def find_file(source: Any, file: str) -> str | None:
-    """Find a file of a `ModelPath` by its path; it may be fetched from the Hub."""
+    """Return the path of a file of `source`, a `ModelPath`, fetched from the Hub if needed; None if there is none."""
     return cached_file(source.name, file, cache_dir=source.cache_dir, _raise_exceptions_for_missing_entries=False)
 
 
 def read_weights(source: Any) -> Tensors:
-    """Map all tensors from the files that transformers reads; none if there are no files."""
+    """Map all tensors from the files that transformers would read; empty if there are no files."""
     weights = {}
     with explaining_library(lambda error: InputError(f"files of {source.name} cannot be read: {one_sentence(error)}")):
         for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -61,24 +61,28 @@ def drop_copies(model: Any, state: Tensors) -> Tensors:
 
 
 def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
-    """Rename weights of `drop_copies` as in files, which may have each expert apart; none if that is unclear.
+    """Rename the model's weights as in its files, whose weights are `stored`; empty if the names are unclear.
 
-    A tied weight is there twice if the files have it twice.
+    `state` is from `drop_copies`. Files may have the weights of each expert apart, and a tied weight twice: so does the
+    result.
     """
     twice = dict(state)
     for name, source in model.all_tied_weights_keys.items():
         twice.setdefault(name, state[source])
+    # first as the model has them, then as transformers would save them
     for convert in (dict, partial(revert_weight_conversion, model)):
         weights = convert(twice)
-        if names := match_names(model, weights, stored, weights.keys() - convert(state).keys()):
+        copies = weights.keys() - convert(state).keys()
+        if names := match_names(model, weights, stored, copies):
             return {theirs: weights[own] for own, theirs in names.items()}
     return {}
 
 
 def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[str, str]:
-    """Find the names of weights in `stored`, which differ in a prefix; none if that is ambiguous.
+    """Map names of weights to names in `stored`, which may have other prefixes; empty if that is ambiguous.
 
-    The base model's weights share a prefix, those of its head perhaps another. The `optional` may be missing.
+    All weights of the base model have one prefix there, and those of its head one that may differ. The `optional`
+    weights may be missing.
     """
     embeddings = model.get_input_embeddings()
     [path] = [name for name, module in model.named_modules() if module is embeddings]
@@ -106,12 +110,12 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
 
 
 def spell_both_ways(written: dict, config: Any) -> None:
-    """Add to a config's entries those by which transformers 4, or 5, finds parameters of rope and Qwen3's experts."""
+    """Add entries to a config, so that both transformers 4 and 5 find the parameters of rope and Qwen3's experts."""
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
     old = {"rope_parameters": rope}
-    whole = rope
+    whole = rope  # the parameters of layers with full attention
     if config.model_type in LAYER_TYPES:
         whole = rope["full_attention"]
         old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -143,15 +147,18 @@ def ambiguity(model: Any, place: str) -> InputError:
 
 
 def is_text_part(config: Any) -> bool:
-    """Return whether `AutoModelForCausalLM` takes the `text_config` alone, by its own rule."""
+    """Return whether `AutoModelForCausalLM` makes only the text part of a checkpoint, by its own rule."""
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) is text_config
 
 
 def name_in_class(model: Any, config: Any) -> None:
-    """Note in a text model its weights' names in the checkpoint's class."""
-    if not is_text_part(config) or type(model.config) is type(config):
+    """Set `checkpoint_class` and `names_in_class` of a text model: the checkpoint's class, and its names of weights.
+
+    Other models do not get these attributes. Raises InputError if names are ambiguous.
+    """
+    if not is_text_part(config) or type(model.config) is type(config):  # the latter if it has all parts
         return
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
@@ -162,13 +169,13 @@ def name_in_class(model: Any, config: Any) -> None:
         raise ambiguity(model, f"the class {model.checkpoint_class}")
 
 
-def rename_layers(model: Any, names: Tensors, *, to_class: bool) -> Tensors:
-    """Rename an adapter's weights to those in the checkpoint's class, or back."""
+def rename_layers(model: Any, tensors: Tensors, *, to_class: bool) -> Tensors:
+    """Rename an adapter's weights from the model's names to those in the checkpoint's class, or back."""
     new_names = getattr(model, "names_in_class", {})
     if not to_class:
         new_names = {theirs: own for own, theirs in new_names.items()}
     renamed = {}
-    for name, tensor in names.items():
+    for name, tensor in tensors.items():
         layer, factor, rest = name.partition(".lora_")
         weight = f"{layer}.weight"
         renamed[new_names.get(weight, weight).removesuffix(".weight") + factor + rest] = tensor

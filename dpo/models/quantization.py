@@ -29,7 +29,7 @@ class Linear4bit(nn.Linear):
     code: Tensor  # the values that the bytes of `scales` stand for
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None = None):
-        super(nn.Linear, self).__init__()
+        super(nn.Linear, self).__init__()  # not nn.Linear's own, which would make a weight
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         for name, tensor in _quantize(weight).items():
@@ -41,7 +41,7 @@ class Linear4bit(nn.Linear):
         return _Multiply.apply(input.to(dtype), bias, self)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as multiplied with, (out_features, in_features)."""
+        """Return the weight by which inputs are multiplied, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
         # dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block
@@ -51,6 +51,8 @@ class Linear4bit(nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
+    """The product with a dequantized weight; only the input gets a gradient."""
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, layer: Linear4bit) -> Tensor:
         ctx.layer = layer  # not the dequantized weight, which would take its full size until the backward pass
@@ -63,7 +65,7 @@ class _Multiply(torch.autograd.Function):
 
 def _quantize(weight: Tensor) -> dict[str, Tensor]:
     """Make a `Linear4bit`'s buffers, also on the meta device."""
-    from bitsandbytes.functional import create_dynamic_map
+    from bitsandbytes.functional import create_dynamic_map  # not at the top, as only QLoRA needs the package
 
     kernels = torch.ops.bitsandbytes
     code = create_dynamic_map().to(weight.device)
@@ -82,9 +84,10 @@ def _quantize(weight: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: Any) -> Any:
-    """Replace linear layers, except the head, by 4-bit ones, on a GPU if there is one; InputError if impossible.
+    """Replace linear layers, except the head, by 4-bit ones, and move the model to a GPU if there is one.
 
-    The GPU never holds the whole model unquantized. A model on the meta device stays there.
+    The GPU never holds the whole model unquantized. A model on the meta device stays there. Raises InputError if
+    bitsandbytes does not work here.
     """
     device = model.device.type if model.device.type == "meta" else choose_device()
     for name in layers_to_quantize(model):
@@ -101,13 +104,16 @@ def _oriented_weight(layer: Any) -> Tensor:
 
 
 def round_weight(layer: Any) -> None:
-    """Round a layer's weight as quantizing would, in its own dtype."""
+    """Replace a layer's weight, in its own dtype, by what quantizing would keep of it."""
     rounded = Linear4bit(_oriented_weight(layer)).dequantized(layer.weight.dtype)
     layer.weight.data = rounded.T if isinstance(layer, Conv1D) else rounded
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """List the linear layers but the head, if their weights fill whole blocks."""
+    """List the names of linear layers, without the head and layers whose weights do not fill whole blocks.
+
+    Raises InputError if bitsandbytes does not work here, which is tried out with one block.
+    """
     silence_bitsandbytes()
     needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
     with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):

@@ -48,7 +48,10 @@ class Scorer(NamedTuple):
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """Score the answers; ScorerFailed for any error of the scorer, and for what is no score."""
+        """Score the answers.
+
+        Raises ScorerFailed for any error of the scorer, and unless it gives a finite number for each answer.
+        """
 
         @torch.no_grad()
         def compute() -> list[float]:
@@ -69,6 +72,7 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator:
+    """Seed the generators of Python, numpy and torch by these numbers; afterwards they continue where they were."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
@@ -105,10 +109,11 @@ FORMAT_KEY = "reward_format"  # the entry for the format in an exported reward m
 
 
 class RewardModel:
-    """A model that scores answers, `rows` at a time, or one without a pad token.
+    """A model that scores answers, `rows` at a time, or one at a time if it has no pad token.
 
-    `form` is POLICY_FORMAT or a value of online.reward_format; None is the first that the tokenizer allows. Of texts
-    longer than `limit` the end is scored, which has the answer.
+    `form`, how prompt and answer are encoded, is POLICY_FORMAT or a value of online.reward_format; by default it is
+    "chat", "pair" or "text_eos", the first that the tokenizer allows. Texts longer than `limit` tokens lose their
+    beginning, as the end has the answer.
     """
 
     def __init__(
@@ -128,7 +133,8 @@ class RewardModel:
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
         self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
-        separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
+        # whether it puts a separator between two texts, not only behind them
+        separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]
         if form == "pair" and not separates:
             raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
         if form is None:
@@ -166,9 +172,10 @@ class RewardModel:
         return scores
 
     def encode(self, prompt: Prompt, answer: Answer) -> dict[str, list[int]]:
-        """Encode prompt and answer, truncated on the left, without control tokens that are spelled out in them.
+        """Encode prompt and answer as a model's inputs, truncated on the left.
 
-        Raises InputError if the form cannot hold the prompt.
+        Control tokens that are spelled out in the texts are removed. Raises InputError if the form cannot hold the
+        prompt.
         """
         text = remove_control(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
@@ -215,6 +222,7 @@ class RewardModel:
         return change_texts(value, lambda text: remove_control(text, self.tokenizer))
 
     def digest(self) -> str:
+        """Hash what determines the scores: weights, architecture, vocabulary and chat template."""
         content = (self.tokenizer.chat_template, sorted(self.tokenizer.get_vocab().items()))
         weights = model_digest(self.model, str(self.model.dtype))
         return hashlib.sha256(repr((weights, content)).encode()).hexdigest()
@@ -251,10 +259,10 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
 
 
 def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
-    """Load what `plan.online` names; InputError if that is impossible.
+    """Load the scorer that `plan.online` names; InputError if that is impossible.
 
-    Every process loads a reward model, for `rows` answers at a time, from files that rank 0 has fetched; on the meta
-    device it has no weights.
+    Every process loads a reward model, which scores `rows` answers at a time, from files that rank 0 has fetched. With
+    the meta device as `device` it has no weights, for a dry run.
     """
     online = plan.online
     if online.scorer == "reward_model":

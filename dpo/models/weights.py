@@ -22,9 +22,9 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name
 
 
 def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
-    """Read the weights in a `policy.pt`, by today's names; InputError unless they are those of `model`.
+    """Read the weights in a `policy.pt`, by today's names; InputError if they do not fit `model`.
 
-    A reward model takes those of a language model too, which have no scalar head.
+    The weights of a language model, without a scalar head, fit a reward model, too.
     """
     path = find_archive(archive)
     with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
@@ -79,7 +79,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
 
 
 def hash_weights(weights: Tensors, facts: str = "") -> str:
-    """Hash weights, without the config, whose keys differ between versions of transformers."""
+    """Hash weights and `facts`, without the config, whose keys differ between versions of transformers."""
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

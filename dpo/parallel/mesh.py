@@ -51,7 +51,7 @@ class Mesh:
         return values
 
     def any(self, here: bool) -> bool:
-        """Whether `here` is true on any process."""
+        """Return whether `here` is true on any process."""
         if self.world_size == 1:
             return here
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
@@ -70,6 +70,7 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(value: Any) -> Any:
+    """Return rank 0's value on all ranks, to which it is sent pickled; other ranks' values are ignored."""
     if not has_other_ranks():
         return value
     box = [value]

@@ -21,7 +21,7 @@ from dpo.system.host import count_gpus, is_gpu
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
-SAMPLED_WEIGHTS = 10**6
+SAMPLED_WEIGHTS = 10**6  # about how many weights of a process `step_and_count_changes` compares at most
 
 
 def distribute(
@@ -37,8 +37,8 @@ def distribute(
     """Distribute rank 0's weights, one FSDP unit per transformer block; embeddings and head are in the root unit.
 
     Other ranks' weights may be on the meta device. Units are broadcast one by one, so that a process never holds more
-    than its shards and one unit. With `frozen_whole` parameters that are not trained are whole on every process (or
-    slices along `tensor`), in `compute_dtype`. Raises InputError for a model without such blocks.
+    than its shards and one unit. With `frozen_whole`, FSDP does not shard parameters that are not trained: a process
+    has them whole, or its slices along `tensor`, in `compute_dtype`. Raises InputError for a model without such blocks.
     """
     check_alike(describe_structure(model))
     blocks = find_blocks(model, block_name)
@@ -47,7 +47,7 @@ def distribute(
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
     fsdp_mesh = mesh.device_mesh[axes]
-    # no variable holds the tensors, so that each unit's are freed
+    # only shapes and dtypes, as a variable that held the tensors would keep each unit's from being freed
     specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
@@ -66,7 +66,8 @@ def distribute(
             whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum(local_tensor(parameter).numel() for parameter in sharded)
-        if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):  # the root may have none, but blocks have
+        # if blocks are FSDP units, so must be the root, even without parameters of its own
+        if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):
             fully_shard(
                 unit,
                 mesh=fsdp_mesh,
@@ -88,17 +89,18 @@ def distribute(
 
 
 def list_ties(model: nn.Module) -> dict[str, str]:
-    """Map all names of parameters to their first names; a tied parameter has several."""
+    """Map each name of a parameter to the parameter's first name; a tied parameter has several names."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(parameter, name) for name, parameter in named}
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Part parameters that are apart in another model's `list_ties`."""
+    """Untie parameters that are separate in another model, whose `list_ties` is `ties`."""
     for name, first in list_ties(model).items():
-        if first != name == ties.get(name):
+        if first != name == ties.get(name):  # tied here, and not there
             owner, _, attribute = name.rpartition(".")
+            # without values, as only a rank that receives rank 0's weights has other ties than rank 0
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(owner), attribute, own)
 
@@ -141,12 +143,18 @@ def find_class(model: Any) -> type[nn.Module]:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """Return `function(model, *args)`; under FSDP, gather the root unit once."""
+    """Call `function(model, *args)`, for FSDP as if it were the model's forward.
+
+    So FSDP gathers the root unit once for the whole call, in which the function may use embeddings, blocks and head.
+    """
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
-    """List the modules of class `block_name`, or of the classes that the model declares unsplittable."""
+    """List the transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable.
+
+    Raises InputError if there are none.
+    """
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(
@@ -165,14 +173,15 @@ def _receive_tensors(
 ) -> None:
     """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
-    own = {"recurse": False, "remove_duplicate": False}
+    only_own = {"recurse": False, "remove_duplicate": False}
     for prefix, module in modules.items():
-        for name, tensor in (*module.named_parameters(prefix, **own), *module.named_buffers(prefix, **own)):
+        named = (*module.named_parameters(prefix, **only_own), *module.named_buffers(prefix, **only_own))
+        for name, tensor in named:
             if tensor not in replacements:
                 replacement = broadcast(tensor, specs[name], mesh)
                 if isinstance(tensor, nn.Parameter):
                     if not tensor.requires_grad:
-                        replacement = replacement.to(frozen_dtype)
+                        replacement = replacement.to(frozen_dtype)  # None keeps the dtype
                     replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                 replacements[tensor] = replacement
             setattr(module, name.rpartition(".")[2], replacements[tensor])
@@ -190,7 +199,7 @@ def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
 
 
 def announce_backward(model: nn.Module, *, is_last: bool, reduce_once: bool) -> None:
-    """Say whether the next backward pass is the last of an update.
+    """Tell FSDP whether the next backward pass is the last of an update.
 
     Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.
     """
@@ -216,12 +225,16 @@ def release_gathered(model: Any) -> None:
 
 
 def _list_units(model: Any) -> list:
+    """List FSDP units, with the root if it is one; none for a model that is None or not sharded."""
     return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
 def gathered_weights(model: Any) -> Iterator:
-    """Gather all weights inside, which sampling needs for each token, if every GPU has twice the memory for them."""
+    """Keep all weights gathered inside the context, as sampling needs them for each token.
+
+    On GPUs they are, if twice the memory that they take is free on each; else every forward pass gathers unit by unit.
+    """
     units = _list_units(model)
     device = next(model.parameters()).device
     if units and is_gpu(device):
@@ -262,7 +275,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Compare the weights of two models, in the dtype of the other weights."""
+    """Return whether two models have equal weights, after rounding to the dtype of the other weights."""
     weights = list(weights)
     other_weights = list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
@@ -277,7 +290,7 @@ def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor]
 
 
 def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Gather this process's part of a tensor as far as `other` is gathered."""
+    """Gather a tensor along the axes along which `other` is whole; return this process's part."""
     if not isinstance(tensor, DTensor):
         return tensor
     # `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole
@@ -293,7 +306,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_state(state: Any) -> Any:
-    """Gather every sharded tensor of a state dict, one at a time, on rank 0's CPU; they are None on other ranks."""
+    """Gather every tensor of a state dict, one at a time, on rank 0's CPU; on other ranks, tensors become None."""
     if isinstance(state, Tensor):
         gathered = full_tensor(state).detach()
         return gathered.cpu() if is_rank_0() else None
@@ -318,7 +331,10 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
 
 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Yield what an optimizer updates: shards, each with its parameter as `whole`, and other parameters."""
+    """Yield the tensors that an optimizer updates.
+
+    For a sharded parameter it is this process's shard, whose attribute `whole` is the parameter.
+    """
     for parameter in parameters:
         tensor = parameter
         if isinstance(parameter, DTensor):
@@ -333,7 +349,7 @@ def whole_parameter(tensor: Tensor) -> Tensor:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Step with the gradients of sharded parameters."""
+    """Step after handing the gradients of sharded parameters to their shards."""
     for tensor in _list_optimized(optimizer):
         whole = whole_parameter(tensor)
         if whole is not tensor and whole.grad is not None:
@@ -344,10 +360,13 @@ def step_optimizer(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
-    """Step; return how many weights changed, and of how many: a sample of those that this process has gradients of."""
+    """Step; return how many weights of a sample changed, and how many are in the sample.
+
+    The sample is of this process's weights with a gradient that is not 0.
+    """
     tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
     every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
-    every |= 1  # an odd number meets all columns of a matrix
+    every |= 1  # with an even step, and an even number of columns, only half of the columns would be met
     before = []
     for tensor in tensors:
         has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
@@ -367,7 +386,7 @@ def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def optimizer_state(optimizer: Optimizer) -> dict:
-    """Make an optimizer's state dict, with DTensors for the states of shards."""
+    """Make an optimizer's state dict, in which states of shards are DTensors, which `full_state` can gather."""
     saved = optimizer.state_dict()
     states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter
     for i, tensor in enumerate(_list_optimized(optimizer)):
@@ -381,7 +400,7 @@ def optimizer_state(optimizer: Optimizer) -> dict:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None:
-    """Load rank 0's whole state dict; each process keeps its shards."""
+    """Load rank 0's whole state dict, of which each process keeps its shards; `state` is None on other ranks."""
     tensors = _list_optimized(optimizer)
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
@@ -413,7 +432,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
 
 
 def choose_device_map() -> str | dict[str, int] | None:
-    """Choose the `device_map` for `dpo.models.pretrained.load_onto`."""
+    """Choose the `device_map` for `dpo.models.pretrained.load_onto`: all GPUs of this process, or None for the CPU."""
     gpus = count_gpus()
     if gpus > 1:
         return "balanced"

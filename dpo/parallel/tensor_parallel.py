@@ -20,12 +20,12 @@ from dpo.errors import InputError
 
 COLLECTIVES = torch.ops._c10d_functional
 
-# Conversions of activations. Each maps a process's tensor (..., features), the mesh of the group, and the number of
-# features of the whole tensor, `width`, to the process's tensor after the conversion.
+# Conversions of activations. Each maps a process's tensor (..., features), the mesh of the group, and `width`, the
+# number of output features of the whole module, to the process's tensor after the conversion.
 
 
 class _Copy(torch.autograd.Function):
-    """Megatron's f: processes compute different features, so gradients are summed."""
+    """Megatron's f: an input stays as it is. Processes compute different features from it, so gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -38,7 +38,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """Megatron's g: the sum over processes; each has the sum's whole gradient."""
+    """Megatron's g: the sum over processes. Each process has the sum's whole gradient, which stays as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -55,9 +55,9 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         ctx.own_slice = _own_slice(width, mesh)
-        longest = ctx.own_slice.stop - ctx.own_slice.start
+        length = ctx.own_slice.stop - ctx.own_slice.start
         # the last slices may be shorter or empty, and the collective takes slices of equal size
-        x = nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        x = nn.functional.pad(x, (0, length - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
         slices = COLLECTIVES.wait_tensor(gathered).chunk(mesh.size())
         return torch.cat(slices, dim=-1)[..., :width].contiguous()  # padding is at the end
@@ -68,11 +68,15 @@ class _Join(torch.autograd.Function):
 
 
 def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
+    """Take this process's slice of an input, whose features are not the `width` of the output."""
     return _Copy.apply(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
 def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """Take this process's heads of (..., 3 * heads * head size): GPT-2 has queries, keys and values side by side."""
+    """Take this process's heads of (..., 3 * heads * head size).
+
+    GPT-2 has all queries, then all keys, then all values, so a contiguous slice is not a set of heads.
+    """
     whole = _Copy.apply(_Join.apply(x, mesh, width), mesh, width)
     by_rank = whole.unflatten(-1, (3, mesh.size(), -1))
     return by_rank[..., mesh.get_local_rank(), :].flatten(-2)
@@ -209,7 +213,7 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
 
     Modules that share a tied parameter must be in one call.
     """
-    slices = {}  # by whole parameter; keeps the keys alive, so that no id is reused
+    slices = {}  # by whole parameter, so that tied ones stay tied; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -226,11 +230,11 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
-    """Make a module's forward use its slices."""
+    """Make a module's forward use its slices, and convert its input and output as the style says."""
     forward = module.forward
     rank = mesh.get_local_rank()
-    width = getattr(module, "nf", None) or getattr(module, "out_features", 0)
-    if style.cut == "out" and isinstance(module, Conv1D):
+    width = getattr(module, "nf", None) or getattr(module, "out_features", 0)  # Conv1D calls it nf
+    if style.cut == "out" and isinstance(module, Conv1D):  # its forward takes the shape of the output from nf
         module.nf = module.weight.to_local().shape[1]
     if style.cut == "rows":
         forward = _make_sliced_lookup(module, mesh)
@@ -263,9 +267,11 @@ def _slice(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> n
     """Make this process's slice of a module's parameter, or a replica."""
     parameter = module.get_parameter(name)
     placements: list[Placement] = [Replicate()]
-    if cut is not None and (cut, name) != ("in", "bias"):
+    if cut is not None and (cut, name) != ("in", "bias"):  # a bias has no input features
+        # a weight is (out, in) or, of an embedding, (rows, features), but Conv1D's is (in, out)
         is_transposed = isinstance(module, Conv1D) and name == "weight"
         placements = [Shard(int((cut == "in") != is_transposed))]
+    # `src_data_rank=None`: every process has the whole parameter, so that nothing has to be sent
     local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None).to_local()
     if placements[0].is_shard():
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
@@ -280,7 +286,7 @@ def join_parts(
     *,
     like: Tensor,
 ) -> DTensor:
-    """Make a DTensor with the shape and strides of another tensor from the processes' parts."""
+    """Make a DTensor of the processes' parts, with the shape and strides of the tensor `like`."""
     return DTensor.from_local(
         local,
         mesh,
@@ -297,7 +303,10 @@ def _local(
     style: Style,
     rank: int,
 ) -> Tensor:
-    """Return a DTensor parameter's local tensor, made once, which passes its gradient on to the parameter."""
+    """Return a DTensor parameter's local tensor, which passes its gradient on to the parameter.
+
+    It is made once, and kept as the parameter's attribute `local`.
+    """
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
@@ -306,11 +315,13 @@ def _local(
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
+            # weakly, as the parameter holds the local tensor, and so the hook
             local.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(parameter), placements))
     return parameter.local
 
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor) -> None:
+    """Move a local tensor's gradient to its DTensor parameter, and add it to what is there."""
     parameter = owner()
     grad = local.grad
     local.grad = None
@@ -325,7 +336,7 @@ def _make_sliced_lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable:
     lookup = module.forward
     n_rows = module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start
-    if module.padding_idx is not None:
+    if module.padding_idx is not None:  # the row that gets no gradient: only the process that has it needs the index
         local_padding_idx = module.padding_idx - first_row
         module.padding_idx = local_padding_idx if 0 <= local_padding_idx < n_rows else None
 

@@ -56,7 +56,8 @@ class SplitModel(torch.nn.Module):
         # a tied weight has two keys in a state dict, and one name here
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
-        self.rules = dict.fromkeys(self.name_of_key.values())  # how to slice each tensor; None: it is whole everywhere
+        # how to slice each tensor, by the first pattern that its name matches; None: it is whole everywhere
+        self.rules = dict.fromkeys(self.name_of_key.values())
         for name in self.rules:
             matching = (rule for pattern, rule in package_config.state_rules.items() if pattern.search(name))
             self.rules[name] = next(matching, None)
@@ -75,7 +76,7 @@ class SplitModel(torch.nn.Module):
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Make the whole model's state dict, with slices joined, on the CPU."""
-        self.sliced.sharding_manager._last_versions = None
+        self.sliced.sharding_manager._last_versions = None  # as in `forward`
         self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
         joined = {}
         for name, rule in self.rules.items():
@@ -85,35 +86,35 @@ class SplitModel(torch.nn.Module):
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
-    """Correct the package's rules; return them, and the rule for biases of summed outputs."""
+    """Return the package's config for a model, with corrected rules, and its rule for biases of summed outputs."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
 
     n = len(devices)
     head = r".*lm_head"
-    rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
+    package_config = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
     # Where outputs are summed, the package gives each device 1/n of the bias. Each part gets the whole gradient, so the
     # gradient norm counts a bias n times, and an update of Adam or RMSprop is n times too long. Here the first device
     # keeps the whole bias, and the other devices zeros.
-    first_only = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
-    state_rules = dict(rules.state_rules)
+    first_device_rule = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
+    state_rules = dict(package_config.state_rules)
     # as for the embeddings, with which it may be tied
     state_rules[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)
     names = [name for name, _ in model.named_parameters()]
-    rules.state_rules = {}
+    package_config.state_rules = {}
     for pattern, rule in state_rules.items():
         if any(map(pattern.search, names)):  # the package warns about patterns that match no name
-            rules.state_rules[pattern] = first_only if isinstance(rule, Scale) else rule
+            package_config.state_rules[pattern] = first_device_rule if isinstance(rule, Scale) else rule
     # on CPUs the package's sum is in the order in which threads arrive, so results would differ between runs
     add_up = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
-    output_rules = {**rules.output_rules, re.compile(f"{head}$"): {0: "sum"}}
-    rules.output_rules = {}
+    output_rules = {**package_config.output_rules, re.compile(f"{head}$"): {0: "sum"}}
+    package_config.output_rules = {}
     for pattern, rule in output_rules.items():
         # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the
         # attention weights, which are not needed.
-        rules.output_rules[pattern] = {0: add_up if rule[0] == "sum" else rule[0]}
-    rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
+        package_config.output_rules[pattern] = {0: add_up if rule[0] == "sum" else rule[0]}
+    package_config.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
     if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
-        rules.attr_rules = {}
-    return rules, first_only
+        package_config.attr_rules = {}
+    return package_config, first_device_rule

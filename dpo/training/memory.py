@@ -19,7 +19,7 @@ from dpo.errors import RunError, WarningLine, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
-from dpo.models.loading import find_policy_structure
+from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
 from dpo.models.scoring import load_reward_model
@@ -48,7 +48,7 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
 
     The prediction is too high under tensor parallelism.
     """
-    policy = find_policy_structure(plan)
+    policy = make_policy_structure(plan)
     memory = count_held(plan, policy, decide_frozen_weights(plan))
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
@@ -249,7 +249,7 @@ def decide_frozen_weights(plan: Plan) -> str | None:
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
-    held = count_held(plan, find_policy_structure(plan), "whole").total()
+    held = count_held(plan, make_policy_structure(plan), "whole").total()
     return "whole" if held <= MAX_HELD_SHARE * _find_available(plan) else "sharded"
 
 

@@ -169,15 +169,15 @@ def test_every_optimizer_is_listed_by_whether_its_steps_are_about_as_large_as_lr
 
 def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_of, monkeypatch):
     plan = plan_of("gradient_accumulation_steps=2")
-    data, find_structure = load_data(plan, silent=True), memory.find_policy_structure
+    data, make_structure = load_data(plan, silent=True), memory.make_policy_structure
     counted = predict(plan, data)[0]["activations"]
 
-    def find_curious(*arguments: Any) -> Any:
-        policy = find_structure(*arguments)
+    def make_curious(*arguments: Any) -> Any:
+        policy = make_structure(*arguments)
         policy.base_model.register_forward_hook(lambda *results: bool(results[-1].last_hidden_state.sum() > 0))
         return policy
 
-    monkeypatch.setattr(memory, "find_policy_structure", find_curious)
+    monkeypatch.setattr(memory, "make_policy_structure", make_curious)
     found, [note] = predict(plan, data)
     assert note.startswith("warning: activations are estimated roughly, as the model cannot run here: ")
     assert counted / 3 < found["activations"] < 3 * counted
@@ -194,7 +194,7 @@ def test_an_online_run_has_the_longest_answers_and_a_reward_model(predict_for, t
 def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monkeypatch):
     monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 2)
     plan = plan_of(FSDP, 2)
-    held = memory.count_held(plan, memory.find_policy_structure(plan), "whole").total()
+    held = memory.count_held(plan, memory.make_policy_structure(plan), "whole").total()
     for available, expected in ((2.01 * held, "whole"), (1.99 * held, "sharded")):
         monkeypatch.setattr(memory, "find_device_memory", lambda *_, size=available, **__: size)
         assert decide_frozen_weights(plan) == expected
