@@ -198,9 +198,10 @@ class Trainer(TrainerParts):
 
     @contextmanager
     def _finishing(self) -> Iterator:
-        """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
+        """Handle stop signals inside; at the end, finish checkpoints and tell callbacks that the run ends.
 
-        After an error that other processes may not share, no collective is called.
+        This is also done after an error that all processes raise together; a stop or a failed scorer first saves. After
+        any other error no collective is called, as the other processes may still train.
         """
         with on_stop_signals(self._record_signal):
             try:
@@ -211,7 +212,8 @@ class Trainer(TrainerParts):
                     self.callbacks.emit("abort", str(error))
                 elif self._is_unsaved():
                     self.save()
-                # before `finish`: there the other processes wait for rank 0, whose upload to W&B may take long
+                # Before `finish`, unlike below: there the other processes wait, and so do not leave with the error
+                # while rank 0's upload to W&B takes long.
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise

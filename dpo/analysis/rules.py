@@ -47,7 +47,7 @@ def find_skipped_updates(run: LoggedRun) -> str:
 
 
 def find_collapse(run: LoggedRun) -> str:
-    """The median of the last 16 losses exceeds the first loss by 4 times its size, or by 2, and margins do not grow."""
+    """The median of the last 16 losses exceeds the first loss by 4 times its size and by 2, and margins do not grow."""
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
     margins = run.train["rewards_train/margins"][is_finite]

@@ -144,7 +144,10 @@ def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tenso
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
-    """`logits.log_softmax(-1)` at the targets, (N,) for (N, V), without a second tensor of (N, V)."""
+    """`logits.log_softmax(-1)` at the targets, (N,) for (N, V).
+
+    It keeps no result of (N, V) for the backward pass, which overwrites the logits with their gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ class _PickedLogSoftmax(torch.autograd.Function):
         for rows, row_targets, row_grads in _in_pieces(logits, targets[:, None], grad[:, None]):
             # d log p(target) / d logit v = (v is target) - p(v)
             grad_logits = _log_softmax(rows).exp_().mul_(-row_grads).scatter_add_(1, row_targets, row_grads)
-            rows.copy_(grad_logits)  # nothing else uses the logits: saves a second tensor of size (N, V)
+            rows.copy_(grad_logits)  # nothing else uses the logits, so no second tensor of (N, V) stays
         return logits, None
 
 

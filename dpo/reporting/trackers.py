@@ -61,7 +61,7 @@ class WandbLogger(Callback):
     """Logs to W&B under the names of the reference code.
 
     The summary has the last evaluation as `last/NAME`, and the best one after the first update as `best/NAME`.
-    A run never fails because of W&B, and waits for it only at the end: unsent data stays on the disk.
+    Once W&B has started, a run never fails because of it, and waits for it only at the end: unsent data stays on disk.
     """
 
     _run_id: str | None = None  # the W&B run to continue
@@ -76,7 +76,8 @@ class WandbLogger(Callback):
         return super().is_wanted(context) and plan.wandb.enabled and not plan.run.debug and is_installed("wandb")
 
     def on_start(self) -> None:
-        if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():  # else the home would fill up
+        # W&B's cache would fill up the home directory, unless the user has moved it
+        if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():
             os.environ["WANDB_CACHE_DIR"] = os.path.abspath(self.plan.run.local_dir)
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
