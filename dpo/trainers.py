@@ -360,6 +360,7 @@ class BasicTrainer(Trainer):
     def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(unwrap(model), self._make_microbatch(batch))
+        # under SFT a batch of pairs has a role that the loss lacks; `logps` has zeros for a role that the batch lacks
         return tuple(logps[role] for role in RESPONSE_ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(

@@ -294,10 +294,10 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
 
 
 def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
-    """Decode the first training examples as the model sees them: the prompt, and responses by role."""
+    """Decode the first example of each of the first training prompts as the model sees it: the prompt, and responses."""
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     decode = data.encode.tokenizer.decode
-    ids = [(i, 0) for i in range(min(N_SHOWN, len(data.train)))]
+    ids = [(prompt_index, 0) for prompt_index in range(min(N_SHOWN, len(data.train)))]
     shown = []
     for example in encode_examples(read_examples(data.train, ids), data.encode, **limits):
         texts = [

@@ -100,8 +100,9 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
     found = list(pieces)
     for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number].text)):
         piece = pieces[number]
-        low = last = 0  # ends of what precedes: of other messages, and also in this one
-        high = len(rendered)
+        low = 0  # where what was found of earlier messages ends
+        last = 0  # where what was found of all earlier pieces ends, also of this message; never before `low`
+        high = len(rendered)  # where what was found of later messages begins
         for i, other in enumerate(found):
             if not other.end or piece.may_move or other.may_move:
                 continue
@@ -112,8 +113,9 @@ def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
             elif other.index > piece.index:
                 high = min(high, other.start)
         for spelled, change in _spell(piece.text):
-            # a place behind `last`, which is the later one, or else behind `low`
-            start = max(_find_words(spelled, rendered, begin, high) for begin in {last, low})
+            start = _find_words(spelled, rendered, last, high)
+            if start < 0:
+                start = _find_words(spelled, rendered, low, high)
             if start >= 0:
                 end = start + len(spelled)
                 rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]

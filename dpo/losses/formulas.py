@@ -419,7 +419,8 @@ def apo_zero_unpaired(
 def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
-    Each response but the worst adds -log P(it is the best of itself and all worse ones). K is the longest list.
+    Each response i but the worst adds -log P(i is the best of itself and all worse ones j), which is
+    log(1 + sum_j exp(-beta h_ij)) = -log_sigmoid(-logsumexp_j(-beta h_ij)). K is the longest list.
     """
     import torch
 
@@ -436,7 +437,8 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     # differences as dpo computes them, so that a list of two has the loss of dpo to the last digit
     h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])  # (B, K, K)
     has_worse = is_pair.any(2)  # (B, K)
-    # responses without a worse one get zeros, as the gradient of a logsumexp of nothing is NaN
+    # -beta h_ij where j is worse than i, else -inf; responses without a worse one get zeros, as the gradient of a
+    # logsumexp of nothing is NaN
     exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)  # (B, K, K)
     losses = -_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)  # (B,)
     rewards = beta * (policy - reference).detach()  # (B, K)

@@ -18,7 +18,8 @@ from dpo.system.run_directory import add_run_facts, timestamp
 class Appender(Callback):
     """Appends lines to `files` on rank 0 alone; a resumed run first truncates them to their sizes at the checkpoint.
 
-    A file that is shorter, or that the checkpoint does not know, is renamed; its complete records go into a new one.
+    A file that is shorter, or that the checkpoint does not know, is renamed together with `derived`, the files that are
+    made from it; the complete records that the checkpoint knows go into a new file.
     """
 
     _sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
@@ -42,10 +43,11 @@ class Appender(Callback):
             path = self.run_dir / name
             size = path.stat().st_size if path.exists() else 0
             saved_size = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
-            end = 0  # of the complete records that the checkpoint knows
+            end = 0  # where the last complete record that the checkpoint knows ends
             if saved_size > 0 and size > 0:
                 end = self.find_end(path, min(saved_size, size))
-            if end < saved_size or saved_size < 0 < size:  # shorter or not known: rename it, with what was made of it
+            is_unknown = saved_size < 0 < size
+            if end < saved_size or is_unknown:
                 complete = path.read_bytes()[:end] if size else b""
                 warning = f"{path} is not as the run's checkpoint knows it"
                 for file in (*(self.run_dir / made for made in self.derived), path):

@@ -275,14 +275,15 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
                 receiver, sender = context.Pipe(duplex=False)
                 worker_args = (rank_env, os.getpid(), sender, function, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
-                # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it
+                # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
+                # that is started while Ctrl-C is ignored ignores it, too
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
                     process.start()
                 sender.close()
                 processes.append(process)
                 pipes.append(receiver)
             if stop_signals:  # one came while a worker was starting, and did not reach this worker
-                forward(stop_signals.pop())
+                forward(stop_signals.pop())  # which adds it again; earlier workers ignore a second one
             _wait(processes, pipes, stop_signals, timeout_secs)
     finally:
         for process in processes:

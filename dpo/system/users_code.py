@@ -54,7 +54,8 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 class _Finder(modulefinder.ModuleFinder):
     """Finds imported modules.
 
-    Python's finder fails at a directory without `__init__.py`, so all code of such a directory is found.
+    Python's finder fails at a directory without `__init__.py`, so all code of such a directory is found, and the
+    directory itself is reported as missing.
     """
 
     def __init__(self, folder: Path):
@@ -67,7 +68,7 @@ class _Finder(modulefinder.ModuleFinder):
             has_module = (package / "__init__.py").exists() or package.with_suffix(".py").exists()
             if package.is_dir() and not has_module:
                 self.found.update(package.rglob("*.py"))
-                raise ImportError(name)
+                raise ImportError(name)  # the base class takes it for a missing module, and goes on
         return super().find_module(name, path, parent)
 
 
