@@ -294,7 +294,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
 
 
 def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
-    """Decode the first example of each of the first training prompts as the model sees it: the prompt, and responses."""
+    """Decode the first example of each of the first training prompts as the model sees it: prompt and responses."""
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     decode = data.encode.tokenizer.decode
     ids = [(prompt_index, 0) for prompt_index in range(min(N_SHOWN, len(data.train)))]
