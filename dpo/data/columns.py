@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ NOUNS = ("response", "answer", "completion", "output", "reply", "text", "message
 # Names of a column that says which of two others is better.
 VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label".split()
 SIDES = ("ab", "12", "01")  # what tells the names of these two columns apart
+PLAIN = re.compile(r"[a-z_]\w*", re.ASCII | re.IGNORECASE)  # a text that Hydra's overrides may have without quotes
 WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
 TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # beginnings, as of "both bad"
 
@@ -99,7 +101,7 @@ def recognize(
     # Rejected texts need no verdict. But a column such as `loser` may say "a" or "b", which are no texts.
     rejected_sides = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
     if rejected_sides != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
-        verdict, sides = _find_verdict(first_rows, present, origin)
+        verdict, sides = _find_verdict(objects, present, origin)
     # in any order: `Columns.find_fields` says for each row which of the two is chosen
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
         candidates[field] = [column]
@@ -235,7 +237,9 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
         return None, {}
     better_sides = {_find_side(row.get(verdict)) for row in rows}
     for noun in NOUNS:
-        sides = {_find_side(column): column for column in present if noun in normalize(column)}
+        # of `answer_1` and `answer_1_text`, the shorter one comes last and stays
+        longest_first = sorted(present, key=len, reverse=True)
+        sides = {_find_side(column): column for column in longest_first if noun in normalize(column)}
         sides.pop("", None)
         if "".join(sorted(sides)) not in SIDES:
             continue
@@ -271,5 +275,7 @@ def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequ
     given = []
     for field in form:
         column = next(iter(candidates[field]), "COLUMN")
-        given.append(f"{field}: {column if column.isidentifier() else json.dumps(column)}")
-    return f"'{key}={{{', '.join(given)}}}'"
+        if not PLAIN.fullmatch(column) or column.lower() in ("null", "true", "false"):
+            column = json.dumps(column, ensure_ascii=False)
+        given.append(f"{field}: {column}")
+    return shlex.quote(f"{key}={{{', '.join(given)}}}")

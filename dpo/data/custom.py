@@ -230,7 +230,7 @@ class Reader:
             columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
             asked, responses = _read_answers(row, used, row, columns, notes)
         if not asked:
-            raise InputError(f"the prompt is empty: give {used.get('prompt', 'it')} a value")
+            raise InputError(f"the prompt is empty: fill in {used.get('prompt', 'it')}")
         if isinstance(asked, str):
             # tokenization appends EOS, so the text's own would be a second one
             responses = [remove_final_eos(text, self.tokenizer) for text in responses]
@@ -250,7 +250,7 @@ class Reader:
         best = scores.index(max(scores)) if scores else 0
         if responses and label is not False and _is_empty(responses[best]):
             column = next(used[field] for field in used if field != "prompt")  # the response's, which follows
-            raise InputError(f"the response to learn is empty: give {column} a value")
+            raise InputError(f"the response to learn is empty: fill in {column}")
         if self.options.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
             raise InputError(
                 f"this loss takes up to {LONGEST_LIST} responses with different scores, and there are {len(scores)} "
@@ -302,7 +302,9 @@ class Reader:
     def _check(self, prompt: Prompt) -> None:
         """Raise InputError for a prompt of another kind than the first ones, or with a token for media."""
         if (prompt.messages is not None) != self.is_rendered:
-            raise InputError("it holds text and others hold chat messages, or the reverse: use one kind")
+            raise InputError(
+                "it has text and the first records have chat messages, or the reverse: use one kind in all records"
+            )
         written = repr((prompt.text, prompt.messages, prompt.responses))
         for token in getattr(self.tokenizer, "media_tokens", ()):
             if token in written:
@@ -366,8 +368,8 @@ def _read_answers(
             shared, *rests = _split_shared_messages(values)
             if all(message["content"] != prompt for message in shared):
                 raise InputError(
-                    "the prompt is not the content of any message with which the responses begin: add such a "
-                    "message, or give no column for the prompt"
+                    "the responses begin with messages, none of which is the prompt: add it as their first message, or "
+                    "remove the column of the prompt"
                 )
             return shared, rests
         prompt = [{"role": "user", "content": prompt}] if prompt else []

@@ -91,7 +91,7 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 def get_demo(split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source("")) -> Entries:
     """Make up a split; `silent` and `cache_dir` have no effect here, and are what all loaders take."""
     if source.path:
-        raise InputError(f"dataset_sources.demo={source.path} has no effect: give the dataset another name")
+        raise InputError(f"dataset_sources.demo={source.path} has no effect: use another name for the dataset")
     rng = random.Random(0)
     entries: Entries = {}
     while len(entries) < N_TRAIN + N_TEST:  # both splits are made, so that no test prompt is in train

@@ -15,17 +15,32 @@ from dpo.redaction import redact
 
 FEWEST_WORDS = {"prompt": 1, "answer": 5}  # a shorter answer, such as "Yes.", is the same by chance
 NAMED, SHOWN = 3, 100  # examples, and characters of each
-# a character of Chinese or Japanese is a word
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
-# punctuation and control characters become spaces
-ASCII = {code: " " for code in range(128) if not chr(code).isalnum()}
+CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff]")  # characters of Chinese or Japanese
+
+
+class _Marks(dict[int, str]):
+    """What a character becomes, by its code: nothing else of a text is compared than its words and symbols."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        category = unicodedata.category(character)
+        mark = character
+        if category == "Cf":  # such as a space of no width
+            mark = ""
+        elif category[0] in "PZC":  # punctuation, spaces and control characters
+            mark = " "
+        elif category[0] == "S" or CJK.match(character):  # a symbol, as + and an emoji are, is a word by itself
+            mark = f" {character} "
+        self[code] = mark
+        return mark
+
+
+MARKS = _Marks()
 
 
 def find_words(text: str) -> list[str]:
-    """List a text's words in lower case, without punctuation."""
-    if text.isascii():  # the same, in a tenth of the time
-        return text.translate(ASCII).lower().split()
-    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    """List a text's words and symbols in lower case, without punctuation."""
+    return unicodedata.normalize("NFKC", text).casefold().translate(MARKS).split()
 
 
 def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict:
@@ -61,10 +76,10 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
             n_prompts += 1
             shared.append((prompt.written, found[asked]))
         for example in prompt.examples:
-            same = [found[answers[i]] for i in example.values() if answers[i] in found]
+            same = [i for i in example.values() if answers[i] in found]
             if same:
                 n_answers += 1
-                shared.append((same[0], same[0]))
+                shared.append((prompt.responses[same[0]], found[answers[same[0]]]))
 
     def show(text: str) -> str:
         return redact(" ".join(control.sub(" ", text).split()))[-SHOWN:]

@@ -289,7 +289,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
         raise InputError(
             f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
-            f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
+            f"{count(len(data.train), 'training prompt')} have none: use data with pairs, or set online.mix_offline=0"
         )
 
 
@@ -313,7 +313,7 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if texts and getattr(tokenizer, "chat_template", None):
         yield (
-            f"the text of {' and '.join(texts)} is used without the tokenizer's chat template: for a chat model, give "
+            f"the text of {' and '.join(texts)} is used without the tokenizer's chat template: for a chat model, use "
             f"messages, or set chat=always"
         )
     bos = tokenizer.bos_token

@@ -112,8 +112,8 @@ class SplitReport:
         if leaks:
             held_out, training = self.like_train[0].values()
             yield (
-                f"{' and '.join(leaks)}, so held-out results are too good: {held_out!r} is held out, and {training!r} "
-                f"trained on; put what belongs together into one split"
+                f"{' and '.join(leaks)}, so held-out results look too good: move duplicates into one split, such as "
+                f"{held_out!r}, which is {training!r} in training"
             )
 
 

@@ -217,7 +217,7 @@ def _parse_file(file: Path) -> Iterator:
     with opener(file, "rb") as stream:
         if stream.read(4) in FIRST_BYTES_OF_SHEETS:
             raise InputError(
-                f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
+                f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and pass that file"
             )
     if not suffix:
         raise InputError(f"{file} is not one of *{', *'.join(SUFFIXES)}")
@@ -257,7 +257,7 @@ def _parse_json(text: str, file: Path) -> Iterable:
         if isinstance(first, dict) and not is_message(first) and key != TOOLS:
             lists[key] = value
     if len(lists) > 1:
-        raise InputError(f"{file} has several lists of records, {', '.join(lists)}: give each a file of its own")
+        raise InputError(f"{file} has several lists of records, {', '.join(lists)}: put each into a file of its own")
     return next(iter(lists.values()), [content])
 
 

@@ -27,7 +27,7 @@ LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # in a note, bet
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 REWRITTEN = (
     "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
-    "is scored: give one record for each answer to train on all"
+    "is scored: write one record for each answer to train on all"
 )
 
 
@@ -304,7 +304,7 @@ class ChatTemplate:
                 if begin is None or begin < start:
                     raise InputError(
                         f"the chat template leaves out or moves the last answer, so it is not known which text is "
-                        f"scored: {FIX}, give responses of one message, or remove {shorten(chat[-1])}"
+                        f"scored: {FIX}, use responses of one message, or remove {shorten(chat[-1])}"
                     )
                 notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
                 turns = [(last, begin, len(dialogue))]

@@ -17,7 +17,8 @@ from dpo.settings.places import check_exists, find_local
 from dpo.system.host import use_caches_without_hub
 from dpo.system.plain_files import check_readable
 
-WRITES_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template, with a format
+# shadows transformers' function, which writes the time at which something is rendered
+DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
 def explaining_load_errors(what: str, name: str):
@@ -40,7 +41,7 @@ def explaining_load_errors(what: str, name: str):
         if isinstance(error, pickle.UnpicklingError):  # torch's message would advise to run the code in the file
             why = "a file of weights has code besides data, which is not run, or is damaged"
         return InputError(
-            f"{what} {name!r} cannot be loaded; give a local directory with whole files, such as RUN/LATEST/hf, or a "
+            f"{what} {name!r} cannot be loaded: use a local directory with whole files, such as RUN/LATEST/hf, or a "
             f"Hub id: {why}"
         )
 
@@ -108,22 +109,36 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
                 f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "
                 f"the argument"
             )
-        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}{{%- endif %}}"
+        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_json(value)} %}}{{%- endif %}}"
     if arguments:
-        # JSON is Jinja but for its null. Jinja drops a newline behind a block, so these end with an empty output.
-        arguments = f"{{%- set null = none %}}{arguments}{{{{- '' }}}}"
+        arguments = f"{{%- set null = none %}}{arguments}"  # JSON is Jinja but for its null
+    date_macro = "" if date is None else _write_date_macro(date)
 
     def bind(text: str) -> str:
-        if date is not None:
-            with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is no date: {why}")):
-                day = datetime.fromisoformat(date)
-            text = WRITES_DATE.sub(lambda call: json.dumps(day.strftime(call[2])), text)
-        return arguments + text
+        before = arguments
+        if "strftime_now" in text:
+            before = date_macro + arguments
+        # Jinja drops a newline behind a block, so the blocks end with an empty output
+        return f"{before}{{{{- '' }}}}{text}" if before else text
 
     if isinstance(template, dict):  # a tokenizer may have a template of its own for tools
         tokenizer.chat_template = {name: bind(text) for name, text in template.items()}
     elif template:
         tokenizer.chat_template = bind(template)
+
+
+def _write_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # Jinja would read an escaped emoji as two halves of UTF-16
+
+
+def _write_date_macro(date: str) -> str:
+    """Write a macro that replaces each directive of a format, whatever the template's call looks like."""
+    with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is not a date: {why}")):
+        day = datetime.fromisoformat(date)
+    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
+    texts = {"%%": "\0"} | {directive: day.strftime(directive) for directive in directives} | {"\0": "%"}
+    filters = "".join(f" | replace({_write_json(old)}, {_write_json(new)})" for old, new in texts.items())
+    return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
 def name_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
@@ -158,7 +173,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     """
     template = str(getattr(tokenizer, "chat_template", None))
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
-    if in_python or "strftime_now(" in template:
+    if in_python or ("strftime_now" in template and DATE_MACRO not in template):
         return None
     # settings outside the backend, such as split_special_tokens, show in the ids of the added tokens
     added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())

@@ -277,7 +277,7 @@ def _simplify(value: Any) -> Any:
 def _store(rows: Any, name: str, local_dir: str) -> str:
     """Write rows to a file that is named after its content; return its path."""
     if not rows:
-        raise InputError(f"dataset_sources.{name} holds no records: give some")
+        raise InputError(f"dataset_sources.{name} holds no records: pass some")
     problem = f"dataset_sources.{name}: its rows cannot be written"
     with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
         if isinstance(rows, list):

@@ -109,7 +109,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             {},
             f"as in '{KEY}={{prompt: query, chosen: accepted, rejected: rejected}}'",
         ),
-        ("a b(c)", "targets", {"completion": "b(c)"}, 'columns={prompt: COLUMN, completion: "b(c)"}'),
+        ("a 话题", "targets", {"completion": "话题"}, 'columns={prompt: COLUMN, completion: "话题"}'),
         ("messages thumb", "labels", {}, "columns={messages: messages, label: COLUMN}"),
         ("prompt chosen", "pairs", {"chosen": "chosen", "rejected": "chosen"}, "must be different columns"),
         ("prompt chosen rejected", "pairs", {"chosen": "best"}, "columns gives best, which must be"),
@@ -136,12 +136,14 @@ def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_ov
         ("response_0 response_1", "better_response_id", [0, 1, "1", "tie"], "xyy-"),
         ("model_a_response model_b_response", "winner", ["model_a", "model_b", "model_b_response", "tie"], "xyy-"),
         # ! a record that is refused
+        ("answer_1 answer_2 answer_1_text", "winner", [1, 2], "xy"),
         ("response_a response_b", "winner", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
     ],
 )
 def test_a_column_may_say_which_response_is_better(columns, verdict, values, chosen, tokenizer):
-    x, y = columns.split()
+    x, y, *others = columns.split()
     rows = [{"question": f"Q{i}?", x: f" x{i}", y: f" y{i}", verdict: value} for i, value in enumerate(values)]
+    rows = [dict.fromkeys(others, "It is.") | row for row in rows]
     found = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
     for row, said in zip(rows, chosen, strict=True):
         if said == "!":
@@ -160,7 +162,7 @@ def test_two_columns_may_name_the_better_and_the_worse_response():
 
 
 @pytest.mark.parametrize(
-    ("columns", "numbers"), [("response_1 response_2", [1] * 50 + [0]), ("answer_0 answer_1", ["2", "1", "1"])]
+    ("columns", "numbers"), [("response_1 response_2", [1] * 120 + [0]), ("answer_0 answer_1", ["2", "1", "1"])]
 )
 def test_numbers_that_may_count_from_0_or_from_1_name_no_response(columns, numbers, tokenizer):
     rows = [dict.fromkeys(("question", *columns.split()), f"It is {i}") | {"winner": n} for i, n in enumerate(numbers)]

@@ -198,7 +198,7 @@ REFUSED = {
     ],
     "labels": [
         (LABEL, {"label": 2}, "label is 2, which does not say"),
-        (LABEL, {"completion": " "}, "learn is empty: give completion"),
+        (LABEL, {"completion": " "}, "learn is empty: fill in completion"),
     ],
     "targets": [
         (TARGET, {"messages": [{"from": "bing", "value": "Hi"}, *SKY]}, "is from 'bing', and must be from"),
@@ -210,7 +210,7 @@ REFUSED = {
         (RANKED, {"scores": [1, 2, 3, math.inf]}, "scores[3] is inf, and must be"),
         (RANKED, {"scores": [1, 2]}, "has 4 responses and 2 scores"),
         (RANKED, {"responses": [" a", 3], "scores": [1, 2]}, "responses[1] is 3, and must be text"),
-        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "learn is empty: give responses"),
+        (RANKED, {"responses": [" ", " b"], "scores": [2, 1]}, "learn is empty: fill in responses"),
     ],
 }
 
@@ -230,7 +230,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
     [
         ([HELLO], None, "record 1 of mine: chat messages need a chat template.*: name a tokenizer"),
         ([HELLO], REFUSES, "record 1 of mine: .* template rejects these messages: roles must alternate"),
-        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine: it holds text and others hold chat messages"),
+        ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine: it has text and the first records have chat messages"),
         # a prompt that other records have is not taken from what the responses share
         ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing"),
     ],

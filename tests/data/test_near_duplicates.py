@@ -31,6 +31,8 @@ def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> Sp
         ("電池はどのくらい持ちますか?", "電池はどのくらい持ちますか", True),
         (f"{KEPT} Thanks!", KEPT, False),
         ("?!", "...", False),
+        ("3 + 4?", "3 - 4?", False),
+        ("😀", "😀!", True),
     ],
 )
 def test_a_prompt_is_found_that_differs_in_case_punctuation_and_white_space(
@@ -65,4 +67,4 @@ def test_below_one_percent_nothing_is_said():
     assert [*SplitReport(prompts_like_train=9, **counts).find_leaks()] == []
     [warning] = SplitReport(prompts_like_train=10, **counts).find_leaks()
     assert warning.startswith("10 of 1,000 held-out prompts equal a training prompt, so")
-    assert "'a' is held out, and 'b' trained on" in warning
+    assert "'a', which is 'b' in training" in warning

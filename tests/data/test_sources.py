@@ -328,7 +328,7 @@ def test_a_csv_without_names_of_columns_is_told_so_and_rows_have_the_numbers_of_
     with refused("the first line of .* names columns, and 'How do I reset my password"):
         get_custom(read(file), str(file), tokenizer)
     file.write_text("prompt,chosen,rejected\nWho?,Me.,You.\n,,\n\nWhy?,,No.\n")
-    with refused("row 5 of .*: the response to learn is empty: give chosen a value"):
+    with refused("row 5 of .*: the response to learn is empty: fill in chosen"):
         get_custom(read(file), str(file), tokenizer)
     data = get_custom([PAIR], "mine", tokenizer, trains_on="targets")
     assert "mine: loss=sft learns chosen and does not use rejected; loss=dpo trains on such pairs" in data.notes

@@ -215,7 +215,7 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
 DATED = (
     "\n{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }} "
 )
-ODD = {"none": [None, True], "text": "a'b\"\n%}é", "number": -1.5}
+ODD = {"none": [None, True], "text": "a'b\"\n%}é😀", "number": -1.5}
 
 
 WRITES_ODD = DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
@@ -260,7 +260,7 @@ def test_an_exported_template_keeps_arguments_which_a_caller_may_change_and_not_
 
 @pytest.mark.parametrize("form", ["%d %b %Y", "%R, %-d. %B", "100%%d", "%%%Y%%"])
 def test_a_template_writes_the_date_as_strftime_does(form, bind):
-    tokenizer = bind(f"{{{{ strftime_now('{form}') }}}}", {}, date=DAY)
+    tokenizer = bind(f"{{% set now = strftime_now %}}{{{{ now('{form}') }}}}", {}, date=DAY)
     assert tokenizer.apply_chat_template(ASK, tokenize=False) == datetime.fromisoformat(DAY).strftime(form)
 
 

@@ -80,7 +80,7 @@ def test_values_that_json_lacks_are_written_as_text(tmp_path):
     ("rows", "message"),
     [
         (PAIRS, "does not hold the rows that were written: move it away"),  # once they are changed
-        ([], "dataset_sources.mine holds no records: give some"),
+        ([], "dataset_sources.mine holds no records: pass some"),
         ([PAIRS[0], "x"], "dataset_sources.mine: its rows cannot be written: dictionary update sequence"),
         ([{"prompt": object()}], "dataset_sources.mine: its rows cannot be written: <object object at"),
     ],
