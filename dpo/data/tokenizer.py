@@ -41,7 +41,7 @@ def explaining_load_errors(what: str, name: str):
         if isinstance(error, pickle.UnpicklingError):  # torch's message would advise to run the code in the file
             why = "a file of weights has code besides data, which is not run, or is damaged"
         return InputError(
-            f"{what} {name!r} cannot be loaded: use a local directory with whole files, such as RUN/LATEST/hf, or a "
+            f"{what} {name!r} cannot be loaded; use a local directory with whole files, such as RUN/LATEST/hf, or a "
             f"Hub id: {why}"
         )
 
