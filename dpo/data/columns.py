@@ -236,9 +236,8 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
     if verdict is None:
         return None, {}
     better_sides = {_find_side(row.get(verdict)) for row in rows}
+    longest_first = sorted(present, key=len, reverse=True)  # of `answer_1_text` and `answer_1`, the last one stays
     for noun in NOUNS:
-        # of `answer_1` and `answer_1_text`, the shorter one comes last and stays
-        longest_first = sorted(present, key=len, reverse=True)
         sides = {_find_side(column): column for column in longest_first if noun in normalize(column)}
         sides.pop("", None)
         if "".join(sorted(sides)) not in SIDES:
