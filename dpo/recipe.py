@@ -37,7 +37,8 @@ from dpo.training.start import find_shared_facts, list_first_tasks, set_up_libra
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing.
 
-    Raises InputError wherever the run would, except for its disk, or more processes than this machine has GPUs.
+    Raises InputError for whatever the run would refuse, except a disk that is too small for its files, and more
+    processes than this machine has GPUs.
     """
     run = OpenRun(Path(plan.run.local_run_dir), preview_resume(plan, list_logs()))
     plan, data = _load(run, 0, plan, None)
@@ -52,7 +53,10 @@ def dry_run(plan: Plan) -> None:
 
 
 def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> None:
-    """Open the run's directory on rank 0, then load data, train and export on every rank."""
+    """Open the run's directory on rank 0, then load data, train and export on every rank.
+
+    `models` are policy and reference of a caller, or None to load those that the plan names.
+    """
     with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
         # rank 0 may take long to copy a checkpoint and logs into the directory, for which a collective would not wait
         meet_rank_0("the run's directory")
@@ -75,9 +79,9 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
 
 
 def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> tuple[Plan, TrainingData]:
-    """Return the plan that all ranks share, and the data; `run` is None on all ranks but 0.
+    """Return the plan with what rank 0 has chosen for all ranks, and the data; `run` is None on all ranks but 0.
 
-    Raises InputError for what cannot be trained.
+    Raises InputError for what cannot be trained, cheap checks first.
     """
     resume_point = run and run.resume_point
     if run:

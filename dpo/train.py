@@ -33,6 +33,7 @@ RUN_LOG = RunLog()
 def start(arguments: list[str]) -> None:
     """Run `dpo train` with these arguments; end the process after bad input or a failure."""
     try:
+        # Hydra reads the checked arguments from sys.argv
         sys.argv[1:], plan = check_command_line(arguments)
         if plan is None:  # Hydra shows something, or starts a sweep
             main()
@@ -57,7 +58,7 @@ def main(config: DictConfig) -> None:
 
 
 def run_or_exit(plan: Plan) -> None:
-    """Run a plan without problems; exit after a failure."""
+    """Run a plan in which no problems were found; exit after a failure. What rank 0 prints is kept for its log."""
     if host.is_launched_as_rank_0():
         RUN_LOG.begin()
     with exiting_on_failure(RUN_LOG):
@@ -85,7 +86,7 @@ def run(plan: Plan) -> None:
                 work,
                 plan.dims.world_size,
                 plan,
-                None,
+                None,  # no models of a caller: each process loads those that the plan names
                 RUN_LOG.hand_over(),
                 process_group=plan.trainer.multi_process,
                 port=plan.fsdp.fsdp_port,
@@ -105,9 +106,11 @@ def work(
     models: tuple | None = None,
     printed: Mapping[str, str] = {},
 ) -> None:
-    """Do the work of one process.
+    """Do the work of process `rank`.
 
-    `printed` is what rank 0's parent has printed, by file: it comes first in the run's log.
+    `world_size` is not used, as the plan has it; `launch` passes it to any worker. `models` are policy and reference of
+    a caller (see `TrainerParts`), or None: those that the plan names are loaded. `printed` has what rank 0's parent has
+    printed, by name of a file in the run's directory, where it comes first.
     """
     if rank == 0:
         RUN_LOG.begin(printed)
@@ -121,7 +124,7 @@ def work(
 
 @contextmanager
 def explaining_exits() -> Iterator:
-    """Raise RunError if the user's code calls sys.exit inside, or if the disk is full."""
+    """Raise RunError if the user's code calls sys.exit inside the context, or if the disk is full."""
     try:
         with explaining_full_disk():
             yield
@@ -136,9 +139,9 @@ def worker_main(
     policy: Any,
     reference_model: Any = None,
 ) -> None:
-    """Train loaded models in one of `world_size` processes, as `torch.multiprocessing.spawn` starts them.
+    """Train a caller's models in one of `world_size` processes, as `torch.multiprocessing.spawn` starts them.
 
-    They meet at `config.fsdp_port`, or use the process group that exists.
+    The processes form a group at `config.fsdp_port`, unless they have formed one already. Each must call this.
     """
     import torch
 
@@ -155,6 +158,7 @@ def worker_main(
         init_distributed(
             rank,
             world_size,
+            # without fsdp_port, either MASTER_PORT is set and counts, or this process is alone and any port will do
             port=plan.fsdp.fsdp_port or get_open_port(),
             backend=choose_backend(),
         )

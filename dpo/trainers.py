@@ -61,7 +61,10 @@ class Trainer(TrainerParts):
 
     @cached_property
     def train_iterator(self) -> Iterator:
-        """What `Batches.train` yields for the updates to come; first read once the state is restored."""
+        """What `Batches.train` yields for the updates to come.
+
+        It is made when it is first read: by then a checkpoint has been restored, and `batch_counter` is known.
+        """
         return self.batches.train(skip=self.batch_counter)
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class Trainer(TrainerParts):
         objective = self.objective
         self.policy.train()
         if self.plan.lora and self.plan.lora.dropout:
-            # not by rank: the slices of a layer draw the same masks
+            # by data rank, not by rank: processes that have slices of the same layer must draw the same masks
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
         context = objective.prepare(batch)
         metrics = []  # per microbatch, for `reduce_metrics`
@@ -116,7 +119,7 @@ class Trainer(TrainerParts):
             metrics,
             len(batch.examples),
             batch.cache_rows,
-            # summed over the ranks; the norm is the same on all of them, so the sum takes it from rank 0 alone
+            # scalars are summed over the ranks; the norm is the same on all of them, so only rank 0 adds it
             grad_norm=grad_norm if self.mesh.rank == 0 else torch.zeros_like(grad_norm),
             n_ranks_to_stop=torch.full_like(grad_norm, bool(self.stop.signals)),
         )
@@ -142,7 +145,7 @@ class Trainer(TrainerParts):
                 f"loss_scale={means['loss_scale']:g}, which is halved"
             )
         elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
-            means |= self.step_optimizer(update.number)  # `means` is also `update.metrics`
+            means |= self.step_optimizer(update.number)  # changes `update.metrics` too, which is the same dict
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
@@ -157,9 +160,10 @@ class Trainer(TrainerParts):
         return update._replace(metrics=logged)
 
     def step_optimizer(self, number: int) -> dict[str, float]:
-        """Step the optimizer; return further metrics.
+        """Step the optimizer for update `number`; return further metrics of it, by name.
 
-        The first step at the full rate measures which share of 16-bit weights it changes, and warns of a small one.
+        At the first step at the full learning rate, measure which share of 16-bit weights it changes, and warn if the
+        share is small.
         """
         # `last_epoch` counts the steps before this one; if the run ends within its warm-up, its last step is measured
         is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
@@ -186,6 +190,10 @@ class Trainer(TrainerParts):
     # --- before, between and after updates ---------------------------------------------------------------------------
 
     def check_and_score_reference(self) -> None:
+        """Run the self-test of a new run; if the plan says so, score all examples with the reference before training.
+
+        A separate reference model is then freed.
+        """
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.batch_counter == 0 and self.plan.training.self_test:
             self.progress.line(self_test(self.objective, self.evaluator.prompts[0], self.plan))
@@ -198,10 +206,10 @@ class Trainer(TrainerParts):
 
     @contextmanager
     def _finishing(self) -> Iterator:
-        """Handle stop signals inside; at the end, finish checkpoints and tell callbacks that the run ends.
+        """Record stop signals inside the context; at its end, finish checkpoints and tell callbacks that the run ends.
 
-        This is also done after an error that all processes raise together; a stop or a failed scorer first saves. After
-        any other error no collective is called, as the other processes may still train.
+        An error that all processes raise together ends the run in the same way; after a stop or a failed scorer, a
+        checkpoint is saved first. After any other error no collective is called, as other processes may still train.
         """
         with on_stop_signals(self._record_signal):
             try:
@@ -212,8 +220,8 @@ class Trainer(TrainerParts):
                     self.callbacks.emit("abort", str(error))
                 elif self._is_unsaved():
                     self.save()
-                # Before `finish`, unlike below: there the other processes wait, and so do not leave with the error
-                # while rank 0's upload to W&B takes long.
+                # The event comes before `finish`, where the other processes wait for rank 0. So they do not leave with
+                # the error while rank 0's upload to W&B takes long.
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise
@@ -235,7 +243,8 @@ class Trainer(TrainerParts):
         is_due = n_examples % self.evaluator.interval.n_examples == 0
         if n_examples == 0:
             is_due = self.plan.evaluation.do_first_eval
-        if not (is_due or is_last) or self.evaluated_at == n_examples:  # maybe before the run was resumed
+        # this state may have been evaluated already, before the run was resumed
+        if not (is_due or is_last) or self.evaluated_at == n_examples:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
@@ -249,7 +258,7 @@ class Trainer(TrainerParts):
         return metrics
 
     def sample_if_due(self) -> None:
-        """Draw samples if due, and before and after training also the answers for the verdict.
+        """Draw samples if the last evaluation said so; before and after training, also draw the verdict's answers.
 
         If sampling fails, warn and go on.
         """
@@ -270,11 +279,13 @@ class Trainer(TrainerParts):
         self.samples_due = False
 
     def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
+        """Save every `save_every` examples, by default as often as evaluations are due, and after the last update."""
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
         if (is_last or self.example_counter % save_every == 0) and self._is_unsaved():
             self.save(metrics=metrics)
 
     def _is_unsaved(self) -> bool:
+        """Return whether the present state should be saved: not if it was, before any update, or with `debug`."""
         n_examples = self.example_counter
         return n_examples > 0 and n_examples != self.saved_at and not self.plan.run.debug
 
@@ -283,7 +294,10 @@ class Trainer(TrainerParts):
         output_dir: str | Path | None = None,
         metrics: dict[str, float] | None = None,
     ) -> None:
-        """Save to `output_dir`, or to `step-N` with the link LATEST, and BEST if `metrics` are the best yet."""
+        """Save to `output_dir`; by default to `step-N`, with the link LATEST, and BEST if `metrics` are the best yet.
+
+        `metrics` are those of an evaluation of the present state, if there was one.
+        """
         ranking_metric, sign = self.plan.best
         if not output_dir:
             self.saved_at = self.example_counter
@@ -303,7 +317,11 @@ class Trainer(TrainerParts):
 
 
 def measure_costs(batch: Batch, step_seconds: float) -> dict[str, float]:
-    """Return metrics of speed and memory; `step_seconds` lack the time of sampling and scoring, which counts too."""
+    """Return metrics of an update's speed and memory.
+
+    `step_seconds` is the time of `train_step`. The answers of an online batch were drawn and scored before it; rates
+    count that time too.
+    """
     seconds = step_seconds + sum(batch.seconds.values())
     metrics = {
         "examples_per_second": len(batch.examples) / seconds,
@@ -326,7 +344,10 @@ def peak_memory_gb() -> float:
 
 
 class BasicTrainer(Trainer):
-    """The reference code's trainer (docs/porting.md), of models or of functions that load one."""
+    """The reference code's trainer (docs/porting.md).
+
+    `policy` and `reference_model` are models, or functions that load them.
+    """
 
     def __init__(
         self,
@@ -346,7 +367,7 @@ class BasicTrainer(Trainer):
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
         plan = decide_autocast(resolve(given, world_size=world_size, with_plugins=True))
-        # unlike `train.py`, it refuses no values that do not suit each other, and needs no name
+        # unlike `dpo train`, this class refuses only values that are wrong by themselves, and needs no exp_name
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -360,7 +381,8 @@ class BasicTrainer(Trainer):
     def concatenated_forward(self, model: nn.Module, batch: PaddedBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of this process's batch: (chosen, rejected), or only (chosen,) under SFT, each (B,)."""
         logps = self.objective.forward(unwrap(model), self._make_microbatch(batch))
-        # under SFT a batch of pairs has a role that the loss lacks; `logps` has zeros for a role that the batch lacks
+        # A batch of pairs has rejected responses, which SFT does not score. A batch without responses of some role has
+        # zeros for it in `logps`, which are left out.
         return tuple(logps[role] for role in RESPONSE_ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
@@ -369,7 +391,7 @@ class BasicTrainer(Trainer):
         loss_config: DictConfig,
         train: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of this process's batch, and its detached metrics, (B,) each."""
+        """Return the mean loss of this process's batch, and its detached metrics by name, (B,) each."""
         split = "train" if train else "eval"
         objective = replace(self.objective, loss=find_loss(loss_config))
         microbatch = self._make_microbatch(batch)
@@ -380,7 +402,7 @@ class BasicTrainer(Trainer):
         return losses.mean(), metrics
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
-        """Continuations of the batch's prompts by policy and reference; without one the second list is empty."""
+        """Return continuations of the batch's prompts by the policy, and by the reference: none without a reference."""
         texts = self.evaluator.apply(partial(self.evaluator.continue_batch, batch, self.example_counter))
         return texts[0], texts[1] if len(texts) > 1 else []
 
@@ -392,11 +414,15 @@ class BasicTrainer(Trainer):
         filename: str,
         dir_name: str | Path | None = None,
     ) -> None:
-        """Write one file of a checkpoint of the caller's own, by default to LATEST in the run's directory."""
+        """Write `state` in the format of a checkpoint's files, by default to LATEST/`filename` in the run's directory.
+
+        Raises InputError if that directory is a checkpoint of the run, whose checksums the file would break.
+        """
         content = {"step_idx": step, "state": state, "metrics": metrics or {}}
         write_state(Path(dir_name or self.run_dir / "LATEST", filename), content)
 
     def _make_microbatch(self, batch: PaddedBatch) -> Any:
+        """Return all examples of this process's batch as one microbatch on the device."""
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)
         return microbatch.to(self.objective.device)
 

@@ -22,7 +22,10 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Every rank's `values` concatenated along dimension 0, in rank order."""
+    """Return every rank's `values`, concatenated along dimension 0 in rank order.
+
+    `rank` is not used: it is an argument because the reference code's callers pass it.
+    """
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
@@ -31,7 +34,10 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int) -> to
 
 
 def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch, on `device`."""
+    """Cut the rows of a batch into `world_size` equal parts, and return part `rank` with its tensors on `device`.
+
+    A batch maps names to tensors or lists of the same length.
+    """
     n_rows = len(next(iter(batch.values())))
     if n_rows % world_size:  # the reference implementation silently drops the remainder
         raise ValueError(f"{n_rows} rows cannot be cut into {world_size} equal parts: use a multiple")
@@ -44,7 +50,7 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad at the end of `dim`, unless the tensor is long enough."""
+    """Pad the end of dimension `dim` to `length`; a tensor that is longer already is returned as it is."""
     padding_shape = list(tensor.shape)
     padding_shape[dim] = length - tensor.shape[dim]
     if padding_shape[dim] <= 0:
@@ -53,7 +59,7 @@ def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim
 
 
 def formatted_dict(d: Mapping) -> dict:
-    """Format floats to five significant digits, for printing."""
+    """Return the dict with floats as strings of five significant digits, for printing; other values stay."""
     return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in d.items()}
 
 
@@ -68,7 +74,7 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
 
 @contextmanager
 def TemporarilySeededRandom(seed: int) -> Iterator:
-    """Seed `random` and `numpy.random` inside, then restore them."""
+    """Seed `random` and `numpy.random` inside the context; at its end, restore the states that they had before."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     seed = int(seed)  # Python 3.11's random.seed refuses numpy integers
