@@ -56,39 +56,46 @@ CHARTS = (  # in the order of the report
 
 class Line(NamedTuple):
     label: str  # "" if the title says what it is
-    color: int  # one per run, or per metric if there is one run
-    style: int  # one per metric
-    updates: tuple[np.ndarray, np.ndarray]  # (examples, values)
-    evaluations: tuple[np.ndarray, np.ndarray]
+    color: int  # a place in matplotlib's cycle of colors: one per run, or per metric if there is one run
+    style: int  # an index in LINE_STYLES: one per metric
+    updates: tuple[np.ndarray, np.ndarray]  # (numbers of examples trained on, values of the metric)
+    evaluations: tuple[np.ndarray, np.ndarray]  # the same on held-out examples
 
 
 def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Yield each chart that has values, with its lines. Runs with different losses get no chart of the loss."""
+    """Yield each chart that has values, with its lines.
+
+    Runs with different losses get no chart of the loss, as its values cannot be compared.
+    """
     has_one_loss = len({run.objective.name for run in runs}) == 1
     for chart in CHARTS:
         lines = []
-        for i, run in enumerate(runs):
-            for k, metric in enumerate(chart.metrics):
+        for run_number, run in enumerate(runs):
+            for metric_number, metric in enumerate(chart.metrics):
                 evaluations = run.eval.points(metric.replace("SPLIT", "eval"))
                 updates = run.train.points(metric.replace("SPLIT", "train"))
                 label = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
-                color = k
+                color = metric_number
                 if len(runs) > 1:  # then colors tell runs apart, and styles metrics
                     label = f"{run.name} {label}".strip()
-                    color = i
+                    color = run_number
                 if len(updates[1]) or len(evaluations[1]):
-                    lines.append(Line(label, color, k, updates, evaluations))
+                    lines.append(Line(label, color, metric_number, updates, evaluations))
         if lines and (has_one_loss or chart.title != "Loss"):
             yield chart, lines
 
 
 def draw_charts(runs: list[LoggedRun]) -> list[tuple[str, bytes]]:
     """Draw the charts that `plan_charts` yields, and return (title, PNG) of each."""
-    return [(chart.title, _draw(chart, lines)) for chart, lines in plan_charts(runs)]
+    return [(chart.title, _draw_chart(chart, lines)) for chart, lines in plan_charts(runs)]
 
 
-def _draw(chart: Chart, lines: list[Line]) -> bytes:
-    """Draw a chart as a PNG. Pyplot is not used, as it could open a window, and keeps every figure in memory."""
+def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
+    """Return the PNG of a chart.
+
+    Each line is its updates, thin, with their running mean, thick, and its evaluations, dotted with markers. Pyplot is
+    not used, as it could open a window, and keeps every figure in memory.
+    """
     with needing("matplotlib"):
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -100,17 +107,17 @@ def _draw(chart: Chart, lines: list[Line]) -> bytes:
         for line in lines:
             color = f"C{line.color}"
             label = line.label[:48]
-            style, marker = LINE_STYLES[line.style]
+            mean_style, evaluation_marker = LINE_STYLES[line.style]
             examples, values = line.updates
-            point = "."
+            update_marker = "."
             if len(values) >= 8:  # fewer are drawn as they are, each with a point
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
-                point = ""
+                update_marker = ""
                 window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd
                 # the running mean: sums over windows, divided by how many values they have, which is fewer at the ends
                 values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
             if len(values):
-                axis.plot(examples, values, color=color, linestyle=style, marker=point, label=label)
+                axis.plot(examples, values, color=color, linestyle=mean_style, marker=update_marker, label=label)
                 label = None  # so that the legend does not name the evaluations too
             axis.plot(
                 *line.evaluations,
@@ -118,15 +125,15 @@ def _draw(chart: Chart, lines: list[Line]) -> bytes:
                 label=label,
                 linestyle=":",
                 linewidth=1.1,
-                marker=marker,
+                marker=evaluation_marker,
                 markersize=4,
                 markerfacecolor="white",
                 zorder=3,
             )
-        values = np.concatenate([line.updates[1] for line in lines])
+        all_values = np.concatenate([line.updates[1] for line in lines])
         if chart.baseline is not None:
             axis.axhline(chart.baseline, color="gray", linewidth=0.8)
-        elif len(values) and values.min() > 0 and values.max() > 20 * np.median(values):
+        elif len(all_values) and all_values.min() > 0 and all_values.max() > 20 * np.median(all_values):
             axis.set_yscale("log")  # or a few large values would flatten all others
         if chart.in_percent:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))

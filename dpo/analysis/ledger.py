@@ -1,5 +1,6 @@
-"""A ledger has a row per example and visit (docs/metrics.md), in an Arrow stream that can be read after a kill and
-truncated, and in `ledger.parquet`.
+"""A ledger has a row for each example of each update and evaluation (docs/metrics.md). A row is a visit of its example.
+
+The rows are in an Arrow stream, which can be read after a kill and truncated, and in `ledger.parquet`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,10 @@ LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference d
 
 
 def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
-    """Append rows in one write; an empty or missing stream first gets the schema."""
+    """Append rows as one record batch; an empty or missing stream first gets the schema.
+
+    Columns that a row lacks become null.
+    """
     with stream.open("ab") as file:
         if file.tell() == 0:
             file.write(SCHEMA.serialize())
@@ -59,18 +63,20 @@ def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
 
 
 def write_parquet(run_dir: Path) -> None:
+    """Replace `ledger.parquet` by all rows that the stream has now. Raises InputError without a stream."""
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
     table = read_ledger(run_dir)
     # opened by Python, as Arrow opens only paths in UTF-8
     with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:
-        recurring = ["example", "dataset", "split"]
+        recurring = ["example", "dataset", "split"]  # each of their texts is stored once
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
-    """Return all rows so far. They are in one chunk, as a file written from several would depend on the appends.
+    """Return all rows so far, with the columns of SCHEMA.
 
+    They are in one chunk, as the bytes of a Parquet file would depend on how many rows were appended at a time.
     Raises InputError for a directory without a ledger.
     """
     check_exists(run_dir)
@@ -80,16 +86,19 @@ def read_ledger(run_dir: Path) -> pa.Table:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """Return the byte where the last append within the first `size` bytes ends; 0 for a file that is not a ledger."""
+    """Return the offset of the end of the last complete record batch within the first `size` bytes.
+
+    The offset is that after the schema if there is no batch, and 0 if the file is not a ledger.
+    """
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
     return 0
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
-    """Yield each complete append as (rows, byte where it ends). The first one is the schema, without rows.
+    """Yield (rows, byte where they end) of each call of `append`, after (no rows, byte where the schema ends).
 
-    An append that is unfinished or damaged ends the iteration. Raises InputError if the schema is not a ledger's.
+    Rows that are unfinished or damaged end the iteration. Raises InputError if the schema is not a ledger's.
     """
     check_readable(stream)
     with stream.open("rb") as file:
@@ -110,7 +119,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
 
 
 class PairHistory(NamedTuple):
-    """A pair's visits after the first update. Earlier ones are left out: their margins are 0 or rounding errors."""
+    """A pair's rows after the first update. Earlier ones are left out: their margins are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -118,14 +127,15 @@ class PairHistory(NamedTuple):
     visits: int
     first_margin: float
     last_margin: float
-    relative_margin: float  # mean of its margins, each divided by the median size of margins in its period and split
+    # mean of its margins, each divided by the median of |margin| over all pairs in the same split and tenth of the run
+    relative_margin: float
     texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
     scores: tuple[float, float] | None = None  # chosen's and rejected's, for drawn pairs
 
 
 class LedgerSummary(NamedTuple):
     rows: int
-    examples: int
+    examples: int  # number of different examples
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again whose margin was never above 0
@@ -135,9 +145,9 @@ class LedgerSummary(NamedTuple):
 
 
 def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Find pairs that were ranked wrong at every visit; each list of them has at most `top`.
+    """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most `top`.
 
-    Ties, and visits before the first update, do not count, as they tell nothing of a pair.
+    For the ranks, ties and visits before the first update do not count, as they tell nothing of a pair.
     """
     margins = table["margin"].to_numpy()
     updates = table["update"].to_numpy()
@@ -146,20 +156,21 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     is_before_first_update = np.where(is_train, updates == 1, updates == 0)
     is_finite = np.isfinite(margins)
     is_tie = pc.fill_null(table["tie"], False).to_numpy()
-    # before the first update policy and reference are equal, and margins are rounding errors; if they differ from the
-    # start, margins are larger, and LARGEST_ROUNDING is taken
+    # before the first update policy and reference are equal, so the largest margin there is the largest rounding error;
+    # if the two models differ from the start, margins are larger, and LARGEST_ROUNDING is taken
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
 
     # margins grow while training, so each is compared with the margins of its period and split
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of those that count, (visits,)
     margins = margins[rows]
     last_update = updates.max(initial=1)
-    # at most ten equal parts of the run's updates; odd numbers are training, even ones evaluation
+    # numbers of at most ten equal parts of the run's updates, doubled, plus 1 in training: so each number stands for a
+    # period and a split
     periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
         within = periods == period
-        scale = max(np.median(abs(margins[within])), rounding)
+        scale = max(np.median(abs(margins[within])), rounding)  # rounding errors must not count as large margins
         if scale > 0:
             relative_margins[within] = margins[within] / scale
 
@@ -168,9 +179,10 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         visits = visits.append_column(name, pa.array(values))
     statistics = [("margin", function) for function in ("count", "max", "first", "last")]
     statistics += [("relative", "mean"), ("row", "first")]
-    # "first" and "last" need the rows in order, which threads would not keep
+    # one row per pair, with columns such as margin_max; "first" and "last" need the rows in order, which threads would
+    # not keep
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
-    wrong = pairs.filter(pc.field("margin_max") <= -rounding)
+    wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
     was_seen_again = pc.field("margin_count") >= 2
     never_flipped = wrong.filter(was_seen_again)
@@ -188,7 +200,7 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
-    """Make the histories of pairs from their statistics, and from their first rows in the ledger."""
+    """Make the histories of pairs from their rows of statistics in `pairs`, and from their first rows in the ledger."""
     histories = []
     for pair in pairs.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()

@@ -39,9 +39,10 @@ ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_pa
 
 
 def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
-    """Write the page, and the pictures of some charts, to a directory.
+    """Write the page, and the pictures of some charts, to the directory `out`, and return the page's path.
 
-    Raises InputError for what is not a run, and if `out` cannot be written or has another file of the page's name.
+    `ended` is that of `read_run`. Raises InputError for what is not a run, and if `out` cannot be written or has
+    another file of the page's name.
     """
     contents = read_runs(runs, ended=ended)
     pictures = draw_charts(contents)
@@ -62,9 +63,9 @@ def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
 
 
 def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, str]] = ()) -> bytes:
-    """Return the page of a run, or of several compared, as HTML.
+    """Return the page of a run, or of several compared, as HTML in UTF-8.
 
-    `pictures` are (title, PNG), and `links` (name, address) of other pages.
+    `pictures` are (title, PNG) of charts, and `links` (name, address) of other pages.
     """
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
@@ -78,7 +79,10 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
 
 
 def fill_template(file: Path, context: dict) -> bytes:
-    """Fill in a template, and escape its texts. It may include files beside it, and those beside the report's."""
+    """Fill in a template with the variables in `context`, whose texts are escaped, and return the page in UTF-8.
+
+    The template may include other templates from its own directory, and from that of the report's template.
+    """
     loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template(file.name).render(context).encode("utf-8", "replace")
@@ -107,10 +111,11 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
 def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
     """Return the template's variables for the page of several runs."""
     results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
-    columns = list(dict.fromkeys(chain(*results)))  # the labels of all results, each once, in order
+    columns = list(dict.fromkeys(chain(*results)))  # the labels of all runs' results, each once, in order
     rows = []
     warnings = []
     for run, result in zip(runs, results, strict=True):
+        # a cell has the value and, below, the remark
         rows.append((run.name, ["\n".join(result.get(column, (ABSENT,))) for column in columns]))
         warnings += [f"{run.name}: {text}" for text in _list_warnings(run)]
     return {
@@ -123,18 +128,20 @@ def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
 
 
 def _list_warnings(run: LoggedRun) -> list[str]:
+    """List what the run warned of, each warning once, and what could not be read of its directory."""
     warnings = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
     return warnings + [f"left out: {problem}" for problem in run.problems]
 
 
 def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
-    """Return the results of a run by label, each as (value, remark); a remark may be ""."""
+    """Return the results of a run by label, each as two texts (value, remark); a remark may be ""."""
     results = {}
-    for label, (name, sign, form) in HELD_OUT.items():
+    for label, (name, sign, format_value) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
             best = (sign * values).argmax()  # an index
-            results[label] = form(values[-1]), f"best {form(values[best])} at {count(examples[best], 'example')}"
+            remark = f"best {format_value(values[best])} at {count(examples[best], 'example')}"
+            results[label] = format_value(values[-1]), remark
     results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
     speeds = run.train["examples_per_second"]
     # a sum over updates, each of which took batch_size / speed
@@ -152,14 +159,15 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
 
 
 def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
-    """Return cards by heading. A card is (prompt, texts), and each text (role, label, text); its role gives its color.
+    """Return the page's cards, each a prompt with responses, by the heading of their group.
 
-    A prompt is a text, or a list of turns if the sample recorded them.
+    A card is (prompt, texts), and each text (role, label, text), whose role gives its color. A prompt that was recorded
+    with its control tokens is shown without them, if the run recorded this form (`turns`) too.
     """
     answers = []
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
-    # the last update's
+    # what the newest of the recorded updates drew
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []
@@ -198,6 +206,7 @@ def list_settings(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _as_text(value: Any) -> str:
+    """Return a setting's value as the page shows it: a text without quotes, all else as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str, ensure_ascii=False)

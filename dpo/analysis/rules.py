@@ -1,6 +1,7 @@
 """The report's rules.
 
-The condition of a rule is a function that returns the numbers to show, as text, or "" if it does not hold.
+The condition of a rule is a function of a run that returns the numbers to show, as text, or "" if it does not hold. Its
+docstring says when it holds.
 """
 
 import math
@@ -26,7 +27,7 @@ from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 WARNING = "warning"
 NOTE = "note"  # worth knowing, and often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
-FEWEST_UPDATES = 20  # fewer say too little
+FEWEST_UPDATES = 20  # after fewer, a metric of training or an evaluation says too little
 
 # kinds of data: those of TRAINS_ON, and online
 ONLINE = frozenset({"online"})
@@ -36,9 +37,10 @@ ANY = FIXED | ONLINE
 
 
 def find_skipped_updates(run: LoggedRun) -> str:
+    """An update had a loss or gradient norm that is NaN or infinite, which no smaller loss scale mends."""
     losses = run.train["loss/train"]
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
-    # a sum is finite only if both are
+    # a sum of loss and norm is finite only if both are
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])
     if run.state == "aborted":  # on an update that was not logged
@@ -47,11 +49,14 @@ def find_skipped_updates(run: LoggedRun) -> str:
 
 
 def find_collapse(run: LoggedRun) -> str:
-    """The median of the last 16 losses exceeds the first loss by 4 times its size and by 2, and margins do not grow."""
+    """The median of the last 16 losses exceeds the first loss by more than 4 times its size and by more than 2.
+
+    Also, the mean margin has not grown. The first values are those of the evaluation before training, if there is one.
+    """
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
     margins = run.train["rewards_train/margins"][is_finite]
-    # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
+    # only loss.wpo needs squares: with it the losses' weights change with the policy, so a higher loss means nothing
     if len(losses) < 16 or run.objective.needs_squares:
         return ""
     first_loss = losses[0]
@@ -60,13 +65,14 @@ def find_collapse(run: LoggedRun) -> str:
         first_loss = run.eval["loss/eval"][0]
         first_margin = run.eval["rewards_eval/margins"][0]
     loss_now = np.median(losses[-16:])
-    margin_grows = margins[-16:].mean() > first_margin  # false without pairs
+    margin_grows = margins[-16:].mean() > first_margin  # false for NaN, which margins are if there are no pairs
     if margin_grows or loss_now <= first_loss + 4 * max(abs(first_loss), 0.5):
         return ""
     return f"loss/train {figure(loss_now)} now, {figure(first_loss)} at the start"
 
 
 def describe_changes(changes: dict[str, float]) -> str:
+    """Write the changes that `find_changes_per_token` finds, by side and in nats."""
     sides = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
     return f"change of held-out log-probabilities per token: {sides}"
 
@@ -108,7 +114,7 @@ def find_overfitting(run: LoggedRun) -> str:
 
 def find_better_checkpoint(run: LoggedRun) -> str:
     """The checkpoint BEST scored better on held-out examples than the last evaluation."""
-    metric, sign = run.objective.best
+    metric, sign = run.objective.best  # sign: +1 if higher is better, else -1
     if run.eval.has(HELD_OUT_SCORE):
         metric, sign = HELD_OUT_SCORE, +1
     examples, values = run.eval.points(metric)
@@ -119,7 +125,7 @@ def find_better_checkpoint(run: LoggedRun) -> str:
 
 
 def find_missing_effect(run: LoggedRun) -> str:
-    """The whole run stayed below its lr, or neither held-out log-probabilities nor answers changed."""
+    """A complete run stayed below its lr, or neither held-out log-probabilities nor answers changed."""
     if run.state != "complete":
         return ""
     peak = number(run.setting("lr"))
@@ -137,7 +143,7 @@ def find_missing_effect(run: LoggedRun) -> str:
 
 
 def find_clipping(run: LoggedRun) -> str:
-    """Nine in ten gradients are clipped. This matters only to optimizers whose steps grow with the gradient."""
+    """Nine in ten gradients are clipped, and the optimizer's steps grow with the gradient, so that clipping matters."""
     limit = number(run.setting("max_grad_norm"))
     _, norms = run.train.points("grad_norm")
     if run.setting("optimizer") in STEPS_OF_LR or len(norms) < FEWEST_UPDATES:
@@ -153,7 +159,10 @@ def is_broken(text: str) -> bool:
 
 
 def find_broken_samples(run: LoggedRun) -> str:
-    """A tenth of the samples are broken, and twice as many as of the texts they are compared with; or all are."""
+    """A tenth of the samples are broken, and twice as many as of the texts they are compared with; or all are broken.
+
+    These texts are the reference's, or the policy's first ones.
+    """
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
     n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
@@ -182,24 +191,31 @@ def find_length_change(run: LoggedRun) -> str:
 
 
 def find_faulty_examples(run: LoggedRun) -> str:
-    n_examples = run.count("train.examples")
+    """One of the faults below has a hundredth of the training examples."""
+    n_examples = run.counted("train.examples")
     counts = []
     for name in ("contradictory_pairs", "contradictory_labels", "empty_responses"):
-        n = run.count(f"train.{name}")
+        n = run.counted(f"train.{name}")
         if n >= 0.01 * n_examples > 0:  # false for NaN, if a count was not recorded
             counts.append(f"{name} {n:,.0f} ({percent(n / n_examples)})")
     return ", ".join(counts)
 
 
 def find_length_bias(run: LoggedRun) -> str:
-    share = run.count("train.chosen_longer")  # NaN if not recorded, for which the comparison is false
+    """The chosen response is the longer one in at least four fifths of the training pairs, or in at most one fifth."""
+    share = run.counted("train.chosen_longer")  # NaN if not recorded, for which the comparison is false
     return f"chosen is longer in {percent(share)} of the training pairs" if abs(share - 0.5) >= 0.3 else ""
 
 
 def find_uneven_labels(run: LoggedRun) -> str:
-    desirable = number(run.setting("loss.desirable_weight")) * run.count("train.desirable")
-    undesirable = number(run.setting("loss.undesirable_weight")) * run.count("train.undesirable")
-    if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:  # the ratio that KTO advises
+    """Desirable training responses do not weigh 1 to 4/3 times as much as undesirable ones, all together.
+
+    KTO's paper advises such a ratio; one that is a little outside is accepted.
+    """
+    desirable = number(run.setting("loss.desirable_weight")) * run.counted("train.desirable")
+    undesirable = number(run.setting("loss.undesirable_weight")) * run.counted("train.undesirable")
+    # `not ... > 0` is true for NaN too, which a number is that was not recorded
+    if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
         return ""
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
@@ -214,6 +230,7 @@ def find_worse_answers(run: LoggedRun) -> str:
 
 
 def find_length_growth(run: LoggedRun) -> str:
+    """Drawn answers are at least half as long again as at first, and score higher."""
     length, length_now = run.means_at_ends("online/length")
     score, score_now = run.means_at_ends("online/score")
     if not (length_now >= 1.5 * length and score_now > score):
@@ -223,7 +240,7 @@ def find_length_growth(run: LoggedRun) -> str:
 
 
 def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
-    """A metric's mean over the last tenth of the updates is below `low` or above `high`."""
+    """The mean of the metric `name` over the last tenth of the updates is below `low` or above `high`."""
     _, value = run.means_at_ends(name)
     return f"{name} {figure(value)}" if value < low or value > high else ""
 

@@ -29,7 +29,7 @@ def number(value: Any) -> float:
 
 
 class Log(dict):
-    """The metrics of one split, each an array with a value per line; NaN where missing."""
+    """The metrics of one split by name, each an array with a value per line of metrics.jsonl; NaN where missing."""
 
     def __init__(self, lines: Sequence[dict] = ()):
         self.lines = lines
@@ -40,6 +40,7 @@ class Log(dict):
         return self[name]
 
     def has(self, name: str) -> bool:
+        """Whether a metric has a finite value."""
         return bool(np.isfinite(self[name]).any())
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +60,7 @@ class Log(dict):
 
 @dataclass
 class LoggedRun:
-    """What a run's directory contains, without secrets in settings and environment."""
+    """What a run's directory contains, without secrets in its config and its environment."""
 
     path: Path
     name: str
@@ -82,8 +83,8 @@ class LoggedRun:
         """Look up a setting by its dotted key."""
         return look_up(self.config, key, default)
 
-    def count(self, key: str) -> float:
-        """Look up a number of preflight.json by its dotted key; NaN if missing."""
+    def counted(self, key: str) -> float:
+        """Look up a number that was counted before training, in preflight.json, by its dotted key; NaN if missing."""
         return number(look_up(self.preflight, key))
 
     @property
@@ -96,6 +97,7 @@ class LoggedRun:
 
     @property
     def online(self) -> bool:
+        """Whether the policy drew the answers that it was trained on."""
         return self.setting("online.name") == "online" or self.train.has("online/score")
 
     @property
@@ -106,7 +108,7 @@ class LoggedRun:
     @property
     def progress(self) -> str:
         """How far the run has come, such as `6 of 8 updates`."""
-        total = self.count("updates")
+        total = self.counted("updates")
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def means_at_ends(self, name: str) -> tuple[float, float]:
@@ -121,7 +123,7 @@ class LoggedRun:
         return values[:tenth].mean(), values[-tenth:].mean()
 
     def compared_answers(self) -> list[tuple]:
-        """Return (prompt, answer before training, newest answer) of the prompts that have both."""
+        """Return (prompt, policy's answer before training, its newest answer) of the prompts that have both."""
         before = {line["prompt"]: line["answer"] for line in self.answers if line["examples"] == 0}
         now = {line["prompt"]: line["answer"] for line in self.answers if line["examples"] > 0}
         return [(prompt, before[prompt], answer) for prompt, answer in now.items() if prompt in before]
@@ -129,7 +131,7 @@ class LoggedRun:
     def compared_samples(self) -> list[tuple]:
         """Return (sample, label, text) of the newest samples, where `text` is what to compare a sample with.
 
-        It is the reference's answer, else the policy's first one, and None without either; `label` says which.
+        This text is the reference's answer, else the policy's first one, and None without either; `label` says which.
         """
         if not self.samples:
             return []
@@ -149,7 +151,7 @@ class LoggedRun:
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
     """Look up a value in nested mappings by its dotted key, such as `loss.beta`."""
-    for part in key.split("."):
+    for part in key.split("."):  # down one level each
         if not isinstance(mapping, dict) or part not in mapping:
             return default
         mapping = mapping[part]
@@ -184,8 +186,9 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     found = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
     if found and (run.path / found[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
         run.best_at = int(found[1])
+    # a name of other bytes than UTF-8 has lone surrogates, which no page can hold
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
-    if run.eval.last("updates") >= run.count("updates") > 0:  # the last evaluation comes after all updates
+    if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
     elif not ended and is_locked(run.path):
         run.state = "still training"
@@ -207,7 +210,10 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
 
 
 def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
-    """Read a file that holds a mapping. If it cannot be read, add why to the run's problems, and return {}."""
+    """Return the mapping that the file `name` holds, read by `read(path)`.
+
+    If the file cannot be read, {} is returned, and the reason is added to the run's problems.
+    """
     try:
         value = read(run.path / name)
         if isinstance(value, dict):
@@ -248,7 +254,11 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
 
 
 def describe_answers(record: dict) -> list[tuple]:
-    """Return (role, label, text) of each answer to a prompt: the best, then the others in order, then the worst."""
+    """Return (role, label, text) of each scored answer in a line of samples.jsonl.
+
+    The best answer comes first, then the others in their order, then the worst. The role, chosen or rejected, is that
+    in the pair on which the policy was trained; those of others are "other".
+    """
     answers = record["completions"]
     best = record["best"]  # an index, as is `worst`
     worst = record["worst"]

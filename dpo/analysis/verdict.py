@@ -25,16 +25,20 @@ RESPONSES = {  # names of the two sides, by kind of example
 
 
 def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n examples."""
+    """Return Wilson's 95 % interval (low, high) of a share of n examples."""
     middle = share + Z_95**2 / (2 * n)
-    half = Z_95 * math.sqrt(share * (1 - share) / n + (Z_95 / (2 * n)) ** 2)
-    return (middle - half) / (1 + Z_95**2 / n), (middle + half) / (1 + Z_95**2 / n)
+    half_width = Z_95 * math.sqrt(share * (1 - share) / n + (Z_95 / (2 * n)) ** 2)
+    scale = 1 + Z_95**2 / n
+    return (middle - half_width) / scale, (middle + half_width) / scale
 
 
 def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
-    """Return how many held-out examples (or prompts, with `what`) an evaluation uses: as many as are set or exist."""
+    """Return how many held-out examples an evaluation uses: as many as are set or, if fewer, exist.
+
+    `what` is "examples" or "prompts".
+    """
     n_wanted = number(run.setting("n_eval_examples", 256))  # 256: the key's default
-    n_available = run.count(f"test.{what}")
+    n_available = run.counted(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
 
@@ -44,9 +48,9 @@ def n_effective(run: LoggedRun) -> float:
     Those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2.
     """
     n = n_evaluated(run)
-    n_examples = run.count("test.examples")
+    n_examples = run.counted("test.examples")
     for name in ("test.effective_examples", "test.prompts"):
-        share = run.count(name) / n_examples
+        share = run.counted(name) / n_examples
         if 0 < share < 1:  # false if the counts are lost
             n *= share
     return n
@@ -54,9 +58,10 @@ def n_effective(run: LoggedRun) -> float:
 
 def describe_result(run: LoggedRun) -> str:
     """Say whether the model changed, and whether it is better on held-out data."""
+    evaluated_at, _ = run.eval.points("loss/eval")  # numbers of examples trained on before each evaluation
     if run.train.has("online/score"):
         better = _describe_scores(run)
-    elif not run.eval.has("loss/eval") or run.eval.points("loss/eval")[0][-1] == 0:
+    elif not len(evaluated_at) or evaluated_at[-1] == 0:
         better = "The run was not evaluated after an update yet."
     elif run.eval.has(EVAL_ACCURACY):
         better = _describe_pairs(run)
@@ -110,14 +115,14 @@ def describe_change(run: LoggedRun) -> str:
 
 
 def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
-    """Return by how many nats per token held-out responses changed on average, by side, and the rounding error.
+    """Return the mean changes of held-out log-probabilities by side, and their rounding error, all in nats per token.
 
-    The change is since the evaluation before the first update; a side without one is left out.
+    A change is from the evaluation before the first update to the last one; a side without the former is left out.
     """
     changes = {}
-    size = 1.0  # the larger log-probability per token of both sides, at least 1 nat
+    size = 1.0  # the larger |log-probability| per token of both sides, at least 1 nat
     for side in ("chosen", "rejected"):
-        n_tokens = run.count(f"test.mean_{side}_tokens")
+        n_tokens = run.counted(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
         if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
             size = max(size, abs(logps[-1]) / n_tokens)
@@ -128,6 +133,7 @@ def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
 
 
 def _describe_scores(run: LoggedRun) -> str:
+    """Compare an online run's first scores with its last, and its held-out answers with the reference's."""
     before, now = run.means_at_ends("online/score")
     _, kl = run.means_at_ends("online/kl")
     text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(now)} now"
@@ -145,11 +151,11 @@ def _describe_scores(run: LoggedRun) -> str:
 
 
 def _describe_loss(run: LoggedRun) -> str:
-    """Compare the first held-out loss with the last. A loss of SFT is given per token."""
+    """Compare the first held-out loss with the last. An SFT loss is given per token."""
     _, losses = run.eval.points("loss/eval")
     name = "loss"
     caveat = ""
-    n_tokens = run.count("test.mean_chosen_tokens")
+    n_tokens = run.counted("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
         name = "loss per token"
         if run.setting("loss.average") != "mean":  # it is a sum over tokens
@@ -163,6 +169,7 @@ def _describe_loss(run: LoggedRun) -> str:
 
 
 def _describe_pairs(run: LoggedRun) -> str:
+    """Say how many held-out pairs are ranked right at the last evaluation, and whether that is more than by chance."""
     accuracy = run.eval.last(EVAL_ACCURACY)
     n_examples = n_evaluated(run)
     if run.objective.trains_on == "lists":
@@ -180,11 +187,12 @@ def _describe_pairs(run: LoggedRun) -> str:
 
 
 def _describe_labels(run: LoggedRun) -> str:
+    """Say how well rewards tell held-out responses with different labels apart, and whether better than by chance."""
     auc = run.eval.last("rewards_eval/auc")
-    effective_share = n_effective(run) / run.count("test.examples")  # examples that count, as a share
+    effective_share = n_effective(run) / run.counted("test.examples")  # examples that count, as a share
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
-    n_desirable = run.count("test.desirable") * effective_share
-    n_undesirable = run.count("test.undesirable") * effective_share
+    n_desirable = run.counted("test.desirable") * effective_share
+    n_undesirable = run.counted("test.undesirable") * effective_share
     n = min(n_desirable, n_undesirable)
     if not n > 0:  # the counts are lost
         return f"{text}."
@@ -195,9 +203,9 @@ def _describe_labels(run: LoggedRun) -> str:
 
 
 def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, enough: object = ENOUGH) -> str:
-    """Return a share's interval as text, and whether the share differs from that of chance, 0.5.
+    """Return the end of a sentence: a share's interval, and whether the share differs from 0.5, that of chance.
 
-    `counted` names the n examples, and `enough` a number that would do, where n are too few.
+    `counted` names the n examples; `enough` is how many would do, for a sentence on too few.
     """
     if n < FEWEST:
         return TOO_FEW.format(counted, enough)
@@ -212,5 +220,6 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
 
 
 def print_result(run_dir: Path) -> None:
+    """Print the directory and the verdict of a run that has ended, though its process may still hold the lock."""
     print(f"run directory: {run_dir}")
     print(describe_result(read_run(run_dir, ended=True)), flush=True)
