@@ -44,8 +44,8 @@ class Batch(NamedTuple):
 def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2) -> Iterator:
     """Yield `prepare(item)` for each item, in order.
 
-    Threads prepare up to `ahead` results beyond the one that is due; without `workers`, nothing is prepared early. An
-    error is raised where its result is due.
+    `workers` threads prepare up to `ahead` results beyond the one that is due; with 0 workers, nothing is prepared
+    early. An error of `prepare` is raised when its result is due.
     """
     if not workers:
         yield from map(prepare, items)
@@ -66,7 +66,7 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
 
 
 class Batches:
-    """The batches of a run, prepared for process `rank` of those that see different examples."""
+    """The batches of a run; `rank` counts the processes that see different examples (`Mesh.data_rank`)."""
 
     def __init__(self, plan: Plan, data: TrainingData, layout: Layout, *, rank: int = 0):
         self.plan = plan
@@ -83,7 +83,7 @@ class Batches:
         self._first_mismatched_row = n_examples.sum()
 
     def train(self, *, skip: int = 0) -> Iterator:
-        """Training batches in the reference code's order, but for the first `skip`."""
+        """Yield what `prepare` makes of the training batches after the first `skip`, in the reference code's order."""
         plan = self.plan.data
         batches = iterate_examples(
             self.counts,
@@ -96,7 +96,7 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), self.prepare, workers=plan.num_workers)
 
     def prepare(self, example_ids: Sequence[tuple[int, int]]) -> Any:
-        """Prepare a training batch ahead of time; `train` yields what this returns.
+        """Prepare a training batch of these examples ahead of time; `train` yields what this returns.
 
         An id is a prompt's index in the table, and the index of an example among those of the prompt.
         """
@@ -108,15 +108,15 @@ class Batches:
         return item  # a batch already; `OnlineBatches` has only its prompts
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics besides those of the evaluation batches; only online runs have any."""
+        """Return metrics of an evaluation that are not of the batches of `test`; only online runs have any."""
         return {}
 
     def held_out_examples(self) -> list[list[Example]]:
-        """Return groups of held-out prompts with placeholder answers; only online runs have any."""
+        """Return held-out prompts with placeholder answers, in groups of `eval_batch_size`; only online runs do so."""
         return []
 
     def test(self) -> Iterator[Batch]:
-        """Evaluation batches of one microbatch per process; each example comes once."""
+        """Yield evaluation batches of one microbatch per process; each example comes once."""
         plan = self.plan.data
         batches = iterate_once(
             self.data.test.counts.tolist(),
@@ -128,6 +128,7 @@ class Batches:
         return prefetch(batches, prepare, workers=plan.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
+        """Return the examples with token ids, truncated to the plan's lengths."""
         plan = self.plan.data
         return encode_examples(
             texts,
@@ -137,6 +138,7 @@ class Batches:
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
+        """Split a global batch into `n_microbatches` for each process, and return this process's."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.plan.dims.data_size)
         if count_gpus():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
@@ -149,7 +151,7 @@ class Batches:
         n_microbatches: int,
         example_ids: Sequence[tuple[int, int]],
     ) -> Batch:
-        """Prepare a batch of `prompts`.
+        """Prepare the batch of these examples of `prompts`, with mismatched ones if the loss needs them.
 
         `first_rows` has, for each prompt, the row of its first example in the reference's cache.
         """

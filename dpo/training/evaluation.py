@@ -28,16 +28,17 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, updates: int) -> "Interval":
-        """Choose the interval of a run: `eval_every` or, if it is null, the default, or less for a short run.
+        """Choose the interval of a run of so many updates: `eval_every` or, if it is null, the default or less.
 
-        A short run evaluates often, so it samples only four times, and by default keeps only two checkpoints.
+        It is less for a run that would have fewer than MIN_EVALS_PER_RUN evaluations. As it then evaluates after few
+        examples, it samples only four times, and by default keeps only two checkpoints.
         """
         batch_size = plan.data.batch_size
         keep = plan.run.keep_checkpoints
         eval_every = plan.evaluation.eval_every
         if eval_every is None and updates * batch_size >= MIN_EVALS_PER_RUN * DEFAULT_EVAL_EVERY:
             eval_every = DEFAULT_EVAL_EVERY
-        if eval_every:
+        if eval_every:  # rounded down to whole batches
             return cls(max(batch_size, eval_every - eval_every % batch_size), keep, None)
         n_updates = max(1, round(updates / MIN_EVALS_PER_RUN))  # between evaluations
         middle = n_updates * max(1, round(updates / n_updates / 2))  # updates at the evaluation halfway through the run
@@ -68,7 +69,7 @@ class Evaluator:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How samples are drawn; each draw sets its own length and seed."""
+        """How tokens are chosen in all answers of evaluations; each draw sets its own length and seed."""
         plan = self.plan.evaluation
         return choose_sampling(
             self.objective.policy,
@@ -83,7 +84,7 @@ class Evaluator:
         )
 
     def draws_samples(self, n_examples: int) -> bool:
-        """Whether samples are due with an evaluation after `n_examples`."""
+        """Return whether samples are due with an evaluation after `n_examples`."""
         plan = self.plan.evaluation
         if not plan.sample_during_eval:
             return False
@@ -92,20 +93,21 @@ class Evaluator:
         return self.interval.sampled is None or n_examples in self.interval.sampled
 
     def metrics(self) -> Reduced:
-        """Evaluate, and return the metrics of each example."""
+        """Evaluate, and return the metrics of each example; none without evaluation batches."""
         if not self.batches:
             return Reduced({}, {})
         return self.objective.evaluate(self.batches, self._iterate)
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
+        """Yield batches with a progress bar; raise Stopped if any process was asked to stop."""
         for batch in self.sampler.progress.track(batches, total=len(batches), what="evaluate"):
             self.sampler.stop.raise_if_any()
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Draw continuations of the sampled prompts by policy and reference, if there is one.
+        """Draw an answer to each of the sampled prompts by the policy and, if there is one, by the reference.
 
-        Raises SamplingFailed on all processes.
+        `n_examples`, those trained on so far, seeds the draws. Raises SamplingFailed on all processes.
         """
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         by_model = self.apply(lambda model: self._answer(model, self.sampled, sampling))
@@ -136,7 +138,7 @@ class Evaluator:
         }
 
     def apply(self, function: Callable[[Any], Any]) -> list:
-        """Return the results of a function for the policy and, if there is one, for the reference."""
+        """Call a function with the policy and, if there is one in memory, with the reference; return the results."""
         results = [function(self.objective.policy)]
         reference = self.objective.reference
         if reference and reference.model is not None:
@@ -145,12 +147,12 @@ class Evaluator:
         return results
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
-        """Answer the prompts of examples, one batch after the other."""
+        """Return all processes' answers to the prompts of the examples, one batch after the other."""
         self.objective.policy.eval()
         answers = []
         for examples in batches:
             limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
-            if sampling.max_new_tokens:  # else as many as fit
+            if sampling.max_new_tokens:  # 0: as many as fit
                 limit = min(limit, sampling.max_new_tokens)
             numbers = range(len(answers), len(answers) + len(examples))
             settings = sampling._replace(max_new_tokens=limit)
@@ -158,12 +160,15 @@ class Evaluator:
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
-        """Return how many tokens an answer may have: `n_eval_tokens`, or fewer if `max_length` leaves fewer."""
+        """Return how many tokens an answer may have: `n_eval_tokens`, or what `max_length` leaves if that is less."""
         n_left = self.plan.data.max_length - n_prompt_tokens
         return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
 
     def continue_batch(self, batch: Any, n_examples: int, model: Any) -> list[str]:
-        """Continue the prompts of this process's collated batch."""
+        """Return a model's continuations of the prompts of a batch of the reference code, which this process has alone.
+
+        `n_examples`, those trained on so far, is a part of the seed.
+        """
         ids = batch["prompt_input_ids"]
         mask = batch["prompt_attention_mask"].bool()
         prompts = [tuple(row[is_token].tolist()) for row, is_token in zip(ids, mask, strict=True)]

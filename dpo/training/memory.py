@@ -44,7 +44,7 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
-    """Predict a process's memory at the peak of its updates; return it with notes for the user.
+    """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user.
 
     The prediction is too high under tensor parallelism.
     """
@@ -56,7 +56,8 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
-    # the peak is in the backward pass or in the optimizer's step; what only the other one needs is removed
+    # The peak is in the backward pass or in the optimizer's step, whichever needs more; what only the other one needs
+    # is removed.
     absent = ["update"]
     if plan.data.gradient_accumulation_steps == 1:  # in the only backward pass, gradients replace activations
         absent.append("gradients")
@@ -73,9 +74,9 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
 
 
 def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
-    """Count the memory that the size of the weights determines; `update` is needed only in the optimizer's step.
+    """Count the bytes that follow from the size of the weights; those of `update` only the optimizer's step needs.
 
-    `frozen` is "whole" or "sharded", as `decide_frozen_weights` returns it, or None.
+    `policy` may be on the meta device. `frozen` says how a process has frozen weights (`decide_frozen_weights`).
     """
     dims = plan.dims
     n_shards = n_frozen_shards = dims.shard_size * dims.tensor_size
@@ -122,14 +123,14 @@ def _count_bytes(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
 
 
 def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
-    """Bytes of logits and of what is computed from them in the backward pass."""
+    """Return the bytes of a microbatch's logits and of what is computed from them, at the peak of the backward pass."""
     head = policy.get_output_embeddings()
     if head is None:  # a reward model has none
         return 0
     vocabulary = head.weight.shape[0]
     itemsize = DTYPES[plan.model.autocast or plan.compute_dtype].itemsize
     copy = head.weight.numel() * itemsize if plan.model.autocast else 0  # the head's weight, as autocast casts it
-    if isinstance(microbatch.inputs, PaddedRows):  # log-probabilities and two gradients, in float32
+    if isinstance(microbatch.inputs, PaddedRows):  # log-probabilities and two gradients, of 4 bytes each
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
@@ -141,6 +142,7 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
+    """Return the microbatch with the most tokens of the first batches; of an online run, one made of placeholders."""
     if plan.online:  # the longest answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
         prompts = [make_prompt_example(prompt, data, plan) for prompt in pick_training_prompts(data)]
@@ -153,7 +155,10 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:
-    """Count the bytes that a forward pass keeps, without logits; return them with a note if they are only estimated."""
+    """Return the bytes of activations, without logits, at the peak of the backward pass, and notes for the user.
+
+    There is a note if they are only estimated.
+    """
     config = policy.config.get_text_config()
     compute_size = DTYPES[plan.compute_dtype].itemsize
     n_blocks = config.num_hidden_layers
@@ -173,7 +178,10 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
 
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> int:
-    """Run a forward pass on the meta device, and count the bytes that it keeps for a backward pass."""
+    """Run a forward pass on the meta device, and count the bytes that it keeps for a backward pass.
+
+    This changes the dtype and the attention of `policy`, which is on the meta device.
+    """
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
@@ -232,7 +240,10 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention that keeps for its backward pass what fused kernels keep; its output has no values."""
+    """Attention that keeps for its backward pass what fused kernels keep.
+
+    Its output has no values, and it has no backward pass, as only the forward pass is run.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Tensor:
@@ -243,7 +254,11 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def decide_frozen_weights(plan: Plan) -> str | None:
-    """Hold frozen weights "whole" on GPUs if that takes at most MAX_HELD_SHARE, else "sharded"; None without any."""
+    """Return how each process should have frozen weights: "whole" or "sharded"; None if that makes no difference.
+
+    `fsdp_frozen_weights` decides; if it is null, they are whole on GPUs whose memory is then filled to at most
+    MAX_HELD_SHARE.
+    """
     has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.fsdp_frozen_weights
@@ -254,6 +269,7 @@ def decide_frozen_weights(plan: Plan) -> str | None:
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
+    """Print the predicted memory by purpose, notes, and what to do if it exceeds what is free."""
     memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
         print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
@@ -267,12 +283,13 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
 
 
 def _find_available(plan: Plan) -> float:
+    """Return the bytes that a process of the run can get on its device."""
     return find_device_memory(plan.dims.world_size, multi_process=plan.trainer.multi_process)
 
 
 @contextmanager
 def explain_memory_error(plan: Plan, data: TrainingData) -> Iterator:
-    """Raise RunError with advice if memory runs out inside."""
+    """Raise RunError with the predicted memory and advice if memory runs out inside the context."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,7 @@
-"""Log-probabilities, losses and metrics of examples, reduced over all processes."""
+"""Log-probabilities, losses and metrics of examples, reduced over all processes.
+
+In shapes, B counts examples, T tokens, and "sides" the most responses of an example: 2 for pairs.
+"""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +34,8 @@ REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-proba
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
-# values of B examples, (B,) each, by the names of `Scores`; a column for each role of `BETWEEN` in place of `between`
+# columns of values of B examples, (B,) each, by name. Those of scores have the names of the fields of `Scores`, but for
+# `between`, which has a column for each role of `BETWEEN`
 NamedTensors = dict[str, Tensor]
 
 
@@ -45,9 +49,10 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """The weighted mean of each metric; if all weights are 0, every example counts alike.
+        """Return the weighted mean of each metric; without weights, or if all are 0, every example counts alike.
 
-        Given `examples`, a metric whose name ends in a role is a mean over those with such a response, if any.
+        Given the batch's `examples`, a metric whose name ends in a role is a mean over those with such a response, and
+        is left out if there are none.
         """
         means = {}
         for name, values in self.examples.items():
@@ -67,7 +72,7 @@ class Reduced(NamedTuple):
         return means
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
-        """`online/kl` (docs/metrics.md) of the examples at `indices`, if any."""
+        """Return `online/kl` (docs/metrics.md), a mean over the examples at `indices`; nothing without a reference."""
         columns = self.examples
         if not indices or f"{REFERENCE_PREFIX}chosen" not in columns:
             return {}
@@ -79,15 +84,18 @@ class Reduced(NamedTuple):
 
 
 def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: Tensor) -> Reduced:
-    """Gather the examples' metrics from all processes, and sum each scalar over them.
+    """Gather the metrics of a batch's `n_examples` examples from all processes, and sum each scalar over the processes.
 
-    The host waits for the device here, for one collective and one copy. All processes have metrics of the same names.
+    The host waits for the device here, for one collective and one copy. All processes must have metrics of the same
+    names in the same order.
     """
     names = list(metrics[0][1])
     indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
-    if mesh.counts:  # of the processes that see the same examples, one adds theirs
+    # The rows of other processes' examples stay 0, so the sum over processes gathers all rows. Of the processes that
+    # see the same examples, one adds theirs.
+    if mesh.counts:
         table.index_copy_(0, indices, values)
     # one tensor for table and scalars, so that one collective and one copy suffice
     flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
@@ -104,7 +112,11 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
 
 
 def make_scores(columns: NamedTensors, **more: Any) -> Scores:
-    """Make `Scores` of columns and other fields; the columns of the roles `BETWEEN` become one table, (B, ranks)."""
+    """Make `Scores` of columns, and of other fields in `more`.
+
+    The columns of the roles `BETWEEN` become one tensor for all ranks, (B, ranks): of their log-probabilities, of their
+    lengths, and of the reference's log-probabilities.
+    """
     fields = dict(columns)
     for form in ("{}", "{}_lengths", "reference_{}"):
         by_rank = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
@@ -124,9 +136,10 @@ def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
 
 
 def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return for each example the weighted share of examples of the other label that it is ranked correctly against.
+    """Return for each example the weighted share of the examples with the other label that it is ranked correctly with.
 
-    Shapes are (B,). A tie counts half. The weighted mean of the shares is the area under the ROC curve.
+    A desirable example (`is_chosen`) should have a higher reward than an undesirable one; a tie counts half. The
+    weighted mean of the shares is the area under the ROC curve. Arguments and result are (B,).
     """
     shares = []
     for reward, label in zip(rewards, is_chosen, strict=True):
@@ -150,7 +163,7 @@ class BatchContext(NamedTuple):
 
 @dataclass(eq=False)
 class Objective:
-    """The loss of a policy, whose gradient an update follows."""
+    """The loss of a policy with its metrics: for the gradient of an update, and for evaluations."""
 
     policy: nn.Module
     reference: Reference | None
@@ -179,9 +192,10 @@ class Objective:
     # --- scores ------------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, microbatch: Microbatch, *, prefix: str = "") -> NamedTensors:
-        """Return a model's log-probabilities, summed over the tokens of each response of a microbatch on the device.
+        """Return a model's log-probabilities of the responses of a microbatch on the device, summed over tokens, (B,).
 
-        The name of a column is the prefix, a role and, for sums over its tail or of squares, a suffix.
+        Columns are named PREFIX + role, such as `reference_chosen`. If the loss needs them, there are also sums over
+        the tails of responses, with the suffix `_tail`, and sums of the policy's squares (`Scores`), with `_squares`.
         """
         with_squares = self.loss.needs_squares and not prefix  # only those of the policy, which has no prefix
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
@@ -203,6 +217,7 @@ class Objective:
         return columns
 
     def forward_tokens(self, model: Any, layout: Layout, inputs: Any, *, with_squares: bool = False) -> TokenLogps:
+        """Return log-probabilities of single tokens, (sides, B, T), under autocast if the plan says so."""
         with self.autocasting():
             return layout.forward(model, inputs, with_squares=with_squares)
 
@@ -211,11 +226,16 @@ class Objective:
 
     @torch.no_grad()
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
+        """Return what `forward` does, of the reference, without gradients."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
 
     def score(self, microbatch: Microbatch, cached: Tensor | None) -> NamedTensors:
-        """Score a microbatch with the policy and, unless cached, with the reference; add what no model computes."""
+        """Return the columns of a microbatch's `Scores`: of the policy, of the reference, lengths and offsets.
+
+        `cached` has the reference's log-probabilities of the global batch, (B, columns); None: the reference runs, if
+        the loss needs one.
+        """
         reference = {}
         if cached is not None:
             reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
@@ -233,12 +253,12 @@ class Objective:
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> BatchContext:
-        """Compute what the microbatches share.
+        """Compute what the microbatches of a batch share, before any of them is run for its gradient.
 
-        A statistic of the batch costs a forward pass of policy and reference on all microbatches.
+        A statistic of the batch costs an additional forward pass of policy and reference on all microbatches.
         """
         weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
-        weights = self._to_device((weights / (weights.sum() or 1.0)).float())
+        weights = self._to_device((weights / (weights.sum() or 1.0)).float())  # all are 0 if all examples are ties
         reference = self._find_cached(batch)
         statistic = None
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
@@ -273,7 +293,10 @@ class Objective:
         *,
         split: str,
     ) -> tuple[Tensor, NamedTensors]:
-        """Return the losses of a microbatch on the device, (B,), and detached metrics, (B,) each."""
+        """Return the losses of a microbatch on the device, (B,), and its detached metrics, (B,) each (`_metrics`).
+
+        `split`, "train" or "eval", is a part of the metrics' names.
+        """
         columns = self.score(microbatch, context.reference)
         # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
         has_weight = context.weights[microbatch.indices] > 0
@@ -293,14 +316,16 @@ class Objective:
         return weighted.sum() * self.mesh.data_size * self.loss_scale.value  # data_size undoes FSDP's averaging
 
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
-        """Metrics per example, and the reference's log-probabilities."""
+        """Return metrics per example, (B,) each, and with them the reference's log-probabilities, for its cache."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.trains_on in ("pairs", "lists"):
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if not self.models_are_equal:
                 is_right = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
                 metrics[f"rewards_{split}/accuracies"] = is_right
-            elif not self.follow_every:  # their rewards differ only by rounding, which must not count as ranking
+            # The rewards of equal models differ only by rounding, which must not count as ranking. If the reference
+            # follows the policy, they are equal again and again, and the metric is absent instead of 0.
+            elif not self.follow_every:
                 metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
         if not self.loss.scalar_head:  # the scores of a reward model are its rewards
@@ -318,7 +343,10 @@ class Objective:
         cache_rows: Sequence[int],
         **scalars: Tensor,
     ) -> Reduced:
-        """Call `reduce_metrics`, and store the reference's log-probabilities in these rows of its cache, if any."""
+        """Call `reduce_metrics`, and store the reference's log-probabilities in the rows `cache_rows` of its cache.
+
+        Nothing is stored without rows, as for examples that do not come again.
+        """
         reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
         if self.loss.reference and cache_rows:
             self.reference.logps.store(cache_rows, self._stack_reference(reduced.examples))
@@ -336,7 +364,7 @@ class Objective:
             self.average = momentum * self.average + (1 - momentum) * value
 
     def sync_if_due(self, update: int) -> None:
-        """Copy the policy to the reference if due after this update."""
+        """Copy the policy to the reference if that is due after update number `update`."""
         if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
@@ -345,7 +373,11 @@ class Objective:
     # --- many batches ------------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: list[Batch], iterate: Callable[[list[Batch]], Iterable[Batch]]) -> Reduced:
-        """Evaluate all examples as one batch; its statistic replaces the running average, which depends on the past."""
+        """Return the metrics of all examples, with losses as if they were one global batch.
+
+        The batch's statistic replaces the running average of training, which depends on the past. `iterate` yields the
+        batches that it gets, and shows progress.
+        """
         self.policy.eval()
         columns = self.score_all(iterate(batches))
         scores = make_scores(columns)
@@ -375,14 +407,14 @@ class Objective:
         return Reduced(metrics, {})
 
     def release(self) -> None:
-        """Free the weights that forward passes without a backward pass leave gathered."""
+        """Free the weights of both models that forward passes without a backward pass leave gathered."""
         release_gathered(self.policy)
         if self.reference:
             release_gathered(self.reference.model)
 
     @torch.no_grad()
     def score_all(self, batches: Iterable[Batch]) -> NamedTensors:
-        """Score all examples of the batches, in float64 on the host of every process."""
+        """Return the columns of all examples of the batches (`score`), in float64 on the host of every process."""
         microbatch_columns = []
         cache_rows = []
         n_examples = 0
@@ -399,9 +431,10 @@ class Objective:
 
     @torch.no_grad()
     def cache_reference(self, batches: Iterable[Batch], *, folder: str) -> str:
-        """Read the reference's log-probabilities from a folder, compute those that are missing, and write them all.
+        """Fill the reference's cache: read its file in `folder`, if any, score what is missing, and write the file.
 
-        The model is then freed, unless it is the policy. Returns a message, which is a warning if writing fails.
+        The reference model is then freed, unless its module is the policy's. Returns a message for the user, which is a
+        warning if writing fails.
         """
         reference = self.reference
         logps = reference.logps
@@ -448,6 +481,7 @@ class Objective:
         return None if cached is None else self._to_device(cached)
 
     def _stack_reference(self, columns: NamedTensors) -> Tensor:
+        """Return the reference's log-probabilities in the order of its cache, (B, columns of `reference_columns`)."""
         return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
     def _to_device(self, values: Tensor) -> Tensor:
@@ -464,8 +498,8 @@ def make_objective(
     mesh: Mesh,
 ) -> Objective:
     """Make an objective, with a layout that both models support, and find out whether the models are equal."""
-    # the loss is scaled so that float16 loses no small gradients on their way to the weights; those of float16 weights
-    # are in float16 themselves, and would be lost in any case
+    # A scaled loss keeps small gradients of activations from becoming 0 in float16. The gradients of float16 weights
+    # are in float16 themselves, so scaling them back would lose what is small in any case.
     trains_float16 = plan.lora is None and plan.model.policy_dtype == "float16"
     scales_loss = (plan.model.autocast or plan.compute_dtype) == "float16" and not trains_float16
     objective = Objective(
@@ -479,7 +513,8 @@ def make_objective(
         loss_scale=LossScale(is_adapted=scales_loss),
     )
     max_length = plan.data.max_length
-    has_other_responses = plan.online or plan.loss.mismatched  # than the data has for the same prompts
+    # then the longest example of the data does not bound the lengths of what is trained on
+    has_other_responses = plan.online or plan.loss.mismatched
     with objective.autocasting():
         objective.layout, objective.layout_note = choose_layout(
             plan.data.layout,
@@ -491,7 +526,7 @@ def make_objective(
             n_responses=max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size),
             on_any_process=mesh.any,
         )
-    release_gathered(policy)  # FSDP's root stays gathered after a forward pass without a backward pass
+    release_gathered(policy)  # choosing the layout may have run the policy, which leaves FSDP's root gathered
     if reference:
         # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)

@@ -1,7 +1,7 @@
 """Answers drawn by all processes of a run together, and online pairs of them (arXiv 2402.04792).
 
-Up to rounding, an answer depends only on the weights, the seed and its number in the run, so checkpoints need no state
-of the sampling.
+Each answer of a run has a number, which seeds its random generator together with the run's seed. So an answer depends,
+up to rounding, only on the weights and these two, and checkpoints need no state of the sampling.
 """
 
 import itertools
@@ -44,7 +44,10 @@ REFERENCE_STREAM = 1
 
 
 def gather_results(mesh: Mesh, result: Any, failure: str | None, error_class: type[Exception]) -> list:
-    """Return the results of all processes, by rank; if one reports a failure, all raise it together."""
+    """Return the results of all processes, by rank; if any has a `failure`, a message, all raise `error_class` with it.
+
+    Every process must call it.
+    """
     results = []
     for rank_result, rank_failure in mesh.gather_all((result, failure)):
         if rank_failure:
@@ -70,9 +73,9 @@ class Sampler:
         numbers: Sequence[int],
         sampling: Sampling,
     ) -> list[Answer]:
-        """Answer prompts of this process, while all others answer theirs.
+        """Answer prompts of this process, token ids, while all others answer theirs.
 
-        An answer's number in the run and `sampling.seed` determine its random numbers.
+        `numbers` has each answer's number in the run, which seeds its random numbers together with `sampling.seed`.
         """
         token_indices = itertools.count()
 
@@ -81,7 +84,7 @@ class Sampler:
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
-        # in step, as each forward may gather shards from all processes
+        # each forward may gather shards from all processes, so all must make as many forwards
         in_step = self.objective.mesh.world_size > 1
         # prepended, so that it is called before FSDP's hook gathers weights
         with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
@@ -97,10 +100,10 @@ class Sampler:
         n_each: int = 1,
         may_fail: bool = False,
     ) -> list[Answer]:
-        """Answer the prompts of examples, which are shared among the processes; all return all answers, in order.
+        """Answer the prompts of examples, which are divided among the processes; all return all answers, in order.
 
-        Each prompt is there `n_each` times. If sampling `may_fail`, any error becomes SamplingFailed on every process,
-        or RunError if the others go on.
+        `examples` has each prompt `n_each` times. If sampling `may_fail`, any error becomes SamplingFailed on every
+        process, or RunError on this one if the others do not fail too.
         """
         mesh = self.objective.mesh
         by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt))
@@ -133,7 +136,7 @@ class Sampler:
 
 
 class OnlineBatches(Batches):
-    """Batches of a run whose training pairs are drawn from the policy (`Sampler`)."""
+    """Batches of a run whose training pairs are the policy's answers, drawn when an update is due."""
 
     def __init__(self, plan: Plan, data: TrainingData, sampler: Sampler):
         self.sampler = sampler
@@ -185,7 +188,7 @@ class OnlineBatches(Batches):
         return [self.data.train[index] for index, _ in example_ids]
 
     def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
-        """Make an update's batch of a pair for each prompt.
+        """Make the batch of update number `update`, with a pair for each prompt.
 
         For `n_offline` prompts it is a pair of the data, for others the best and worst of the policy's answers. Raises
         ScorerFailed on every process.
@@ -198,6 +201,7 @@ class OnlineBatches(Batches):
         for i, prompt in enumerate(prompts):
             if i not in examples:
                 to_answer[i] = make_prompt_example(prompt, self.data, self.plan)
+                # an answer's number: the answers of all earlier prompts of the run are counted, drawn or not
                 first = (update * self.plan.data.batch_size + i) * n_samples
                 numbers += range(first, first + n_samples)
         repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
@@ -255,7 +259,7 @@ class OnlineBatches(Batches):
         return dict(zip(texts, self.encode(list(texts.values())), strict=True))
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of answers to held-out prompts (docs/metrics.md).
+        """Return metrics `online_eval/...` of answers to held-out prompts, and their standard errors (docs/metrics.md).
 
         The answers are drawn and scored with the same random numbers at every evaluation. Raises ScorerFailed on every
         process.
@@ -296,7 +300,7 @@ class OnlineBatches(Batches):
         return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
-        """Draw and score an answer to each held-out prompt."""
+        """Draw and score an answer to each held-out prompt; `stream` is POLICY_STREAM or REFERENCE_STREAM."""
         # two numbers for each prompt: the policy's and the reference's
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
         answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
@@ -310,9 +314,10 @@ class OnlineBatches(Batches):
         *,
         seed: Sequence[int],
     ) -> list[Answer]:
-        """Return all answers with scores, on every process; one without an end token costs `missing_eos_penalty`.
+        """Return the answers with their scores, on every process; `missing_eos_penalty` is subtracted without an EOS.
 
-        Raises ScorerFailed on every process.
+        `prompts` has the prompt of each answer. `seed` is that of the random numbers that a scorer may draw. Raises
+        ScorerFailed on every process.
         """
         own: Any = np.arange(len(answers))  # the answers that this process scores
         if self.scorer.in_parallel:  # a reward model is on every process, a user's function on rank 0 alone
@@ -337,19 +342,22 @@ class OnlineBatches(Batches):
 
 
 def pick_training_prompts(data: TrainingData) -> list[Prompt]:
-    """Return 400 to 800 evenly spaced training prompts, or all if there are fewer: enough for checks and estimates."""
+    """Return 400 to 800 evenly spaced training prompts for checks and estimates, or all if there are fewer."""
     return data.train[:: max(1, len(data.train) // 400)]
 
 
 def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
-    """Add two answers of `n_tokens` to a prompt's example; they differ, as equal answers are packed once."""
+    """Add a pair of answers of `n_tokens` to a prompt's example, to stand for answers that are not drawn yet.
+
+    The two differ, as a layout packs equal answers only once.
+    """
     return encoded_prompt._replace(responses=((0,) * n_tokens, (1,) * n_tokens), roles=TRAINS_ON["pairs"])
 
 
 def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
-    """An example without responses, truncated so that `max_new_tokens` fit into `max_length`."""
+    """Return an example of a pair, still without responses; its prompt is truncated so that `max_new_tokens` fit."""
     [example] = encode_examples(
-        [(prompt._replace(examples=[]), 0)],
+        [(prompt._replace(examples=[]), 0)],  # without the data's responses
         data.encode,
         max_length=plan.data.max_length - plan.online.max_new_tokens,
         max_prompt_length=plan.data.max_prompt_length,
@@ -358,7 +366,7 @@ def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Examp
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
-    """Choose the best of a prompt's scored answers, and the worst of those that differ from it, if any do."""
+    """Choose the best of a prompt's scored answers, and the worst of those with other tokens, or of all if none has."""
     # among equal scores the first is the best and the last is the worst, so that even a tie has two answers
     scores = [answer.score for answer in answers]
     best = scores.index(max(scores))
@@ -369,7 +377,7 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
 
 
 def draw_label(drawn: OnlinePair, seed: Sequence[int]) -> OnlinePair:
-    """Draw which answer of a pair is chosen, by the Bradley-Terry model."""
+    """Draw which answer of a pair is the chosen one: the best, with the probability of the Bradley-Terry model."""
     best_answer = drawn.answers[drawn.best]
     worst_answer = drawn.answers[drawn.worst]
     probability_of_best = 1 / (1 + math.exp(worst_answer.score - best_answer.score))
@@ -386,6 +394,7 @@ def _measure(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _compute_metrics(drawn: Sequence[OnlinePair], *, may_flip: bool) -> dict[str, float]:
+    """Return the means `online/...` over an update's pairs and their answers; `may_flip`: labels are drawn."""
     columns = _measure([answer for pair in drawn for answer in pair.answers])
     columns["score_best"] = [pair.answers[pair.best].score for pair in drawn]
     columns["score_worst"] = [pair.answers[pair.worst].score for pair in drawn]

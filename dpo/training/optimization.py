@@ -53,13 +53,16 @@ def check_optimizer(training: TrainingPlan) -> None:
 
 
 def count_states(training: TrainingPlan) -> int:
-    """Count the values that the optimizer keeps for each weight; each of the options below adds one."""
+    """Count the values that the optimizer keeps for each weight: 2 as Adam does, unless it is known to keep fewer.
+
+    Each of the options below adds one.
+    """
     n_values = {"Adafactor": 0, "SGD": 0, "Adagrad": 1, "ASGD": 1, "RMSprop": 1}.get(training.optimizer, 2)
     return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
 
 
 INITIAL_SCALE = 2.0**16
-GOOD_UPDATES = 2000  # after which the scale is doubled
+GOOD_UPDATES = 2000  # updates without overflow, after which the scale is doubled
 
 
 class LossScale:
@@ -71,10 +74,13 @@ class LossScale:
     def __init__(self, *, is_adapted: bool = False):
         self.is_adapted = is_adapted
         self.value = INITIAL_SCALE if is_adapted else 1.0
-        self.n_good = 0  # updates since it was changed
+        self.n_good = 0  # updates since the value was changed, all without overflow
 
     def adapt(self, grad_norm: float) -> bool:
-        """Adapt the scale to an update's gradient; return whether the gradient may be used: not after an overflow."""
+        """Halve the scale if an update's gradient has overflowed, and double it after GOOD_UPDATES without overflow.
+
+        Returns whether the gradient may be used.
+        """
         if not self.is_adapted:
             return True
         has_overflowed = not math.isfinite(grad_norm)
@@ -96,6 +102,8 @@ class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying to `min_ratio` times the base rate.
 
     A run that is made longer continues on the curve of its new length, with the base rate and warm-up of its start.
+    `updates` is the length of the run; `data_size`, the number of processes that see different examples, scales the
+    base rate (`lr_scaling`).
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class Schedule(LambdaLR):
             group["lr"] *= LR_SCALINGS[training.lr_scaling](data_size)
 
         def factor(update: int) -> float:
+            """Return the factor of the base rate for the update after `update` others."""
             warmup_steps = self.warmup_steps
             if update <= warmup_steps:  # as in the reference code: the first update, 0, has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
@@ -123,6 +132,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def load_state_dict(self, state: Mapping) -> None:
+        """Restore, and set the optimizer's learning rates to those of the next update."""
         # unknown keys are dropped: torch would make attributes of them
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         self._last_lr = []  # the rates of the next update, on the curve of this run's length

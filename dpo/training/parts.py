@@ -42,7 +42,10 @@ class TrainerParts(RunState):
         rank: int,
         resume_from: Path | None = None,
     ):
-        """`models` are policy and separate reference, or functions that load them; None: those that the plan names."""
+        """Make all parts; restore those that a checkpoint has, if `resume_from` is one.
+
+        `models` are policy and separate reference, or functions that load them; None: those that the plan names.
+        """
         # `dpo.recipe` has done this before, but the reference code's trainers are made without it
         set_up_torch(deterministic=plan.run.deterministic, compiles=plan.training.compile)
         self.plan = plan
@@ -50,7 +53,7 @@ class TrainerParts(RunState):
         self.progress = Progress(plan, silent=rank != 0)
         self.mesh = mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
         self.stop = StopRequest(mesh)
-        self.frozen_whole = place_frozen_weights(plan, mesh, self.progress)
+        self.frozen_whole = agree_on_frozen_weights(plan, mesh, self.progress)
         policy, reference = self._find_models(models, resume_from)
         policy, frozen_digest = self._make_policy(policy, resume_from)
         reference = self._make_reference(reference, policy, frozen_digest)
@@ -129,7 +132,10 @@ class TrainerParts(RunState):
         return model_loaders(self.plan, resume_from)
 
     def _make_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
-        """Load and distribute the policy; return it with the digest of its frozen weights (`load_policy`)."""
+        """Load and distribute the policy; return it with the digest of its frozen weights, if they are the reference.
+
+        Raises InputError if its vocabulary or its positions do not suffice for the data.
+        """
         plan = self.plan
         policy, frozen_digest = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
@@ -141,7 +147,7 @@ class TrainerParts(RunState):
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
         """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
         plan = self.plan
-        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()
+        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()  # of the cache, one for each example
         identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if plan.loss.mismatched:
             n_rows *= 2  # a mismatched example for each example
@@ -159,10 +165,10 @@ class TrainerParts(RunState):
         return Reference(model, digest, logps)
 
 
-def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
-    """Decide whether every process holds frozen weights whole: as set, or if they fit on all processes.
+def agree_on_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
+    """Return whether every process holds frozen weights whole: as set, or if they fit on all processes.
 
-    The processes ask each other, as some of their GPUs may be in use by others.
+    Every process must call it, as some of their GPUs may be partly in use by other programs.
     """
     frozen = decide_frozen_weights(plan)
     if mesh.any(frozen == "sharded"):
@@ -173,7 +179,10 @@ def place_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
 
 
 def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype: str) -> Any:
-    """Distribute a loaded model over processes, or over the GPUs of this one."""
+    """Distribute a loaded model over processes, or over the GPUs of this one, as the plan says; return it.
+
+    `frozen_whole` and `compute_dtype`, a name in `DTYPES`, are for several processes (`distribute`).
+    """
     if plan.trainer.multi_process:
         return distribute(
             model,
@@ -186,6 +195,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype:
         )
     if plan.trainer.cuts_layers:
         n_slices = plan.run.tensor_parallel_size or plan.gpus
+        # without GPUs, as in tests, all slices are on the CPU
         devices = [f"{GPU}:{i}" for i in range(plan.gpus)] or ["cpu"] * n_slices
         return split_over_devices(model, devices[:n_slices])
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:

@@ -17,7 +17,7 @@ from dpo.system.plain_files import check_readable, replacing
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Read a file of `ReferenceLogps.save`; raise InputError for any other file or shape."""
+    """Read the table, of this shape, that `ReferenceLogps.save` wrote; raise InputError for anything else."""
     problem = f"{path} is not a file of reference log-probabilities"
     check_readable(path)
     with explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it")):
@@ -38,11 +38,11 @@ class ReferenceLogps:
         self.identity = identity
 
     def store(self, rows: Sequence[int], logps: Tensor) -> None:
-        """Add values, (B, columns) on the host; those that are not finite stay unknown."""
+        """Write values, (B, columns) on the host, into these rows; those that are not finite become unknown."""
         self.table[rows] = logps.double().where(logps.isfinite(), np.nan).numpy()
 
     def find(self, rows: Sequence[int]) -> Tensor | None:
-        """Values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
+        """Return the values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
         values = self.table[rows]
         return torch.from_numpy(values) if len(rows) and not np.isnan(values).any() else None
 
@@ -50,18 +50,19 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore, unless data or lengths differ, as with another test split."""
+        """Restore the table of a checkpoint, unless it is of other data or length limits; then this one is kept."""
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self.table.shape:
             self.table = logps.astype(np.float64)
 
     def find_path(self, folder: str, reference_digest: str | None) -> Path:
-        """Return the path of the file for this reference and these examples, which may not exist yet."""
+        """Return the path of the file for the reference of this digest and these examples; it may not exist yet."""
         facts = repr((reference_digest, self.identity, self.table.shape))
         name = hashlib.sha256(facts.encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def save(self, path: Path) -> None:
+        """Write the table to an .npz file, which is complete or not there; `read_logps` reads it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, logps=self.table)
@@ -84,8 +85,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: nn.Module) -> None:
-        """Copy the policy's weights, and empty the cache."""
-        release_gathered(policy)
+        """Copy the policy's weights into the separate reference model, and empty the cache."""
+        release_gathered(policy)  # so that parameters are shards, on every process
         release_gathered(self.model)
         for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))

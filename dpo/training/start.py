@@ -73,7 +73,7 @@ def find_shared_facts(plan: Plan) -> dict[str, str]:
 
 
 def record_setup(plan: Plan, objective: Objective) -> str:
-    """Return a line on how many processes train over what, on which devices, in which layout and by which attention.
+    """Return a line for the user on the run's processes, their backend and devices, the layout, and the attention.
 
     Every process must call it; rank 0 writes the facts to `env.json`, too.
     """
@@ -126,10 +126,12 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     notes += notes_on_base(plan)
     if is_rank_0() and not plan.run.debug:  # its machine has the directory
         interval = evaluator.interval
+        # checkpoints that will be on the disk together
         n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
         if interval.keep:
             n_kept = min(n_kept, interval.keep + 1)  # and BEST
         weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
+        # a checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone
         n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
         run_dir = Path(plan.run.local_run_dir)
         # a resumed run has written some of its checkpoints already
@@ -148,6 +150,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
 
 
 def list_first_tasks(plan: Plan) -> str:
+    """Return a line for the user that names what a new run does before its first update, and the keys for it."""
     tasks = []
     if plan.training.self_test:
         tasks.append("self-test (self_test)")
@@ -162,9 +165,10 @@ def list_first_tasks(plan: Plan) -> str:
 
 @torch.no_grad()
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> str:
-    """Check that the policy is causal and the same in both modes, log-probabilities are finite, and rewards are 0.
+    """Check that the policy is causal, and the same in train and eval mode, with finite log-probabilities.
 
-    Returns a message, or raises InputError with the likely cause.
+    Rewards must be 0, as policy and reference are equal before the first update. A few of the `examples` are scored.
+    Returns a message for the user, or raises InputError with the likely cause. Every process must call it.
     """
     mesh = objective.mesh
     loss = objective.loss
@@ -248,4 +252,5 @@ def _check_causality(objective: Objective) -> None:
 
 
 def _find_largest(columns: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest absolute value in any of the columns."""
     return max(values.abs().max().item() for values in columns.values())

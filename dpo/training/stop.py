@@ -22,11 +22,11 @@ class StopRequest:
             raise Stopped(*self.signals[:1])  # without a signal of its own, this process names Stopped's default
 
     def raise_if_any(self) -> None:
-        """Raise Stopped on every process if any has received a signal."""
+        """Raise Stopped on every process if any has received a signal; with several processes, a collective."""
         if self.mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """Call `raise_if_any` before every token, or before every few with several processes."""
+        """Call `raise_if_any` before the token at `index` of an answer; with several processes, only before some."""
         if self.mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()

@@ -22,7 +22,7 @@ from dpo.settings.plan import resolve
 from dpo.training import memory
 from dpo.training.memory import decide_frozen_weights, predict
 from dpo.training.optimization import OPTIMIZERS, count_states, make_optimizer
-from dpo.training.parts import place_frozen_weights
+from dpo.training.parts import agree_on_frozen_weights
 from preference_datasets import load_data
 from trainers import BasicTrainer
 
@@ -200,7 +200,7 @@ def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monk
         assert decide_frozen_weights(plan) == expected
         for another_is_full in (False, True):
             mesh = SimpleNamespace(any=lambda here, there=another_is_full: here or there)
-            is_whole = place_frozen_weights(plan, mesh, SimpleNamespace(line=print))
+            is_whole = agree_on_frozen_weights(plan, mesh, SimpleNamespace(line=print))
             assert is_whole == (expected == "whole" and not another_is_full)
     assert decide_frozen_weights(plan_of(f"{FSDP} loss=sft", 2)) is None  # nothing is frozen
 
