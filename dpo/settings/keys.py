@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,11 @@ STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their 
 DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay makes weights smaller by lr * weight_decay of them
 LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # smaller changes of a weight, relative to it, are rounded away
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
+# Variables of chat templates that transformers sets, whatever chat_template_args says.
+SET_BY_TRANSFORMERS = {
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+}
 
 
 class TrainerSpec(NamedTuple):
@@ -357,7 +363,7 @@ def load_plugins(files: Any) -> None:
         if taken := {*get_args(Optimizer)} & plugins.OPTIMIZERS.keys():
             raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of ours: choose others")
         KEYS.update(_list_keys())
-        compose_config.cache_clear()
+        _compose.cache_clear()
 
 
 # --- configs of earlier versions --------------------------------------------------------------------------------------
@@ -365,7 +371,7 @@ def load_plugins(files: Any) -> None:
 REMOVED = {  # patterns of keys and values -> the last commit that had them, and what to use
     ("dataset_sources.*.format", "*"): "9949121b; leave it out, or name the columns in dataset_sources.NAME.columns",
     ("model.attn_implementation", "flex_attention"): "9949121b; use sdpa or eager",
-    ("sft_loss", "*"): "6151c369; use loss.average=VALUE, an option of loss=sft",
+    ("sft_loss", "*"): "6151c369; use loss=sft loss.average=VALUE, or leave it out",
 }
 
 
@@ -401,13 +407,16 @@ OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cach
 OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace=True)
 
 
-@cache  # the files do not change while a process runs
 def compose_config(**chosen: str) -> dict:
     """Compose the files of `config/` as Hydra does, with options of its groups, such as `loss="dpo"`.
 
     An unknown option counts as `none`, and an unknown loss as MISSING.
     """
+    return copy.deepcopy(_compose(**chosen))  # a caller may change it
 
+
+@cache  # the files do not change while a process runs
+def _compose(**chosen: str) -> dict:
     def load(content: DictConfig, folder: Path) -> DictConfig:
         names = []
         for entry in content.pop("defaults", []):

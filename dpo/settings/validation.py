@@ -62,6 +62,7 @@ def _check_processes(p: Plan) -> list[Conflict]:
 
 def _check_training(p: Plan) -> list[Conflict]:
     run, data, training = p.run, p.data, p.training
+    overwritten = sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys())
     return [
         ("optimizer model.policy_dtype", p.trains_half_precision and p.model.policy_dtype == "float16"
          and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
@@ -75,6 +76,8 @@ def _check_training(p: Plan) -> list[Conflict]:
          "n_epochs and n_examples are both null: set one of them"),
         ("save_every batch_size", (run.save_every or 0) % data.batch_size,
          f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
+        ("chat_template_args", overwritten,
+         f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out"),
         ("exp_name", os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
          f"exp_name={run.exp_name} must be relative and without '..'"),
         ("resume local_run_dir", run.resume == "auto" and p.has_new_run_dir,
