@@ -52,7 +52,8 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
     """Map in new processes, which are not forked; read few items ahead."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
+    with spawning():  # the pool starts multiprocessing's resource tracker
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
     pending = deque()
     try:
         for item in items:
