@@ -22,7 +22,7 @@ from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import compose_config, dotted
 from dpo.system.plain_files import check_own, write_file
-from dpo.system.run_directory import REPORT
+from dpo.system.run_directory import REPORT, WARNINGS_FILE
 
 PAGE_FOLDER = Path(__file__).parent
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
@@ -92,14 +92,18 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     """Return the template's variables for the page of one run."""
     findings = find_all(run)
     n_warnings = len(run.warnings) + sum(rule.level == WARNING for rule, _ in findings)
-    warned = count(n_warnings, "warning") if n_warnings else "No warnings"
+    verdict = f"{describe_result(run)} {run.state.capitalize()} after {run.progress}."
+    if n_warnings:
+        verdict += f" {count(n_warnings, 'warning')}."
+    elif (run.path / WARNINGS_FILE).exists():  # earlier versions recorded no warnings
+        verdict += " No warnings."
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
     # all but the first need a checkpoint
     commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
     return {
         "title": run.name,
         "about": " \N{MIDDLE DOT} ".join(about),
-        "verdict": f"{describe_result(run)} {run.state.capitalize()} after {run.progress}. {warned}.",
+        "verdict": verdict,
         "results": list_results(run).items(),
         "warnings": _list_warnings(run),
         "findings": findings,

@@ -187,6 +187,8 @@ def _choose_template(
     the run be a stranger's, which may name any file.
     """
     if given is not None:
+        if "chat_template" in manifest:  # the run's arguments are for this template, which is not the given one
+            plan = plan.change("chat_template_args", {})
         return plan.change("chat_template", str(given))
     if "chat_template" in manifest:
         for key in ("chat_template_args", "chat_template_date"):

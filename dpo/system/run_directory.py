@@ -207,7 +207,7 @@ class RunLog:
     def begin(self, kept: Mapping[str, str] = {}) -> None:
         """Begin to copy, after `kept`, which was printed before."""
         self.close()
-        self._kept = {**kept}
+        self._kept = {WARNINGS_FILE: "", **kept}  # the file exists even if nothing warns
         self._unfinished = ""
         sys.stdout = RecordedStream(sys.stdout, self)
         sys.stderr = RecordedStream(sys.stderr, self)

@@ -11,7 +11,7 @@ from dpo.checkpoint.files import MANIFEST
 from dpo.commands.export import main as export
 from dpo.models.generation import load_for_generation
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = "{{ mark }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path, printed):
@@ -19,15 +19,18 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     template.write_text(TEMPLATE)
     data = write_rows(tmp_path / "mine.jsonl", rows)
     settings = (f"datasets=[{data}]", "chat=always", f"chat_template={template}", "do_first_eval=false")
+    settings += ("+chat_template_args.mark=x",)
     run("run", *settings, "n_examples=4")
-    template.write_text(TEMPLATE.replace("<", "["))
+    template.write_text(TEMPLATE.replace("{{ mark }}", "["))
     assert export([str(run_dir), str(tmp_path / "out")]) == 0
+    assert export([str(run_dir), str(tmp_path / "other"), "--template", str(template)]) == 0
     [model] = load_for_generation(run_dir, reference="none")
     run("run", *settings, "n_examples=8", "resume=auto")
 
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
+    assert (tmp_path / "out" / "chat_template.jinja").read_text().endswith(TEMPLATE)
+    assert (tmp_path / "other" / "chat_template.jinja").read_text() == template.read_text()
     asked = model.encode(model.write([user("Hi")]), n_new=1)
-    assert model.tokenizer.decode(asked) == "<user>Hi"
+    assert model.tokenizer.decode(asked) == "x<user>Hi"
     assert "had when the run began" in printed()
 
 
