@@ -1,3 +1,5 @@
+"""Callbacks that notice what goes wrong in training: NaN, infinity and collapse."""
+
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 class NonFiniteGuard(Callback):
     """Refuses an update with NaN or infinity, on every rank; rank 0 saves its examples."""
 
-    skipped = 0  # updates so far
+    skipped = 0  # number of updates that were skipped so far
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -34,7 +36,7 @@ class NonFiniteGuard(Callback):
             return True
         folder = self.run_dir / f"nonfinite-{update.number}"
         if self.context.rank == 0:
-            self._write(folder, update)
+            self._write_examples(folder, update)
         self.skipped += 1
         problem = (
             f"update {update.number} has loss {losses.mean():.4g} and gradient norm {grad_norm:.4g}; its examples are "
@@ -49,8 +51,8 @@ class NonFiniteGuard(Callback):
         self.log(WarningLine(f"{problem}; the update was skipped"))
         return False
 
-    def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples as a dataset that `dataset_sources` takes; each has its row of `Update.table`, too."""
+    def _write_examples(self, folder: Path, update: Update) -> None:
+        """Write an update's examples as a dataset that `dataset_sources` takes, each with its metrics."""
         trains_on = self.plan.loss.trains_on
         records = []
         for i, example in enumerate(update.examples):
@@ -59,7 +61,7 @@ class NonFiniteGuard(Callback):
             prompt = self.context.data.train[prompt_number]
             texts = prompt.texts(index)
             record = {"prompt": prompt.text, "prompt_number": prompt_number}
-            if i in update.drawn:
+            if i in update.drawn:  # the policy drew this pair, so the data has no responses
                 for role, answer in zip(TRAINS_ON["pairs"], update.drawn[i].pair, strict=True):
                     record |= {role: answer.text, f"score_{role}": answer.score}
             elif trains_on == "targets":
@@ -89,7 +91,7 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """Warns once of a collapse; it reads the run's logs, so it follows the callback that writes them."""
+    """Warns once of a collapse, which it finds in the run's logs: so FileLogger, which writes them, is called first."""
 
     _has_warned = False
 

@@ -27,7 +27,7 @@ class Update(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference."""
+    """A prompt with continuations by policy and reference, drawn at an evaluation to be shown."""
 
     prompt: str
     policy: str
@@ -38,8 +38,8 @@ class Sample(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    n_updates: int
-    n_examples: int
+    n_updates: int  # before it
+    n_examples: int  # trained on before it
     metrics: Mapping[str, float]
     examples: Sequence[Example] = ()
     table: Mapping[str, torch.Tensor] = {}  # as in `Update`
@@ -54,11 +54,15 @@ class RunContext(NamedTuple):
     policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
 
     def count_parameters(self) -> dict:
+        """Return the policy's numbers of parameters under the key `parameters`; {} if the context has no policy."""
         return {} if self.policy is None else {"parameters": count_parameters(self.policy)}
 
 
 class Callback:
-    """A receiver of events, made before a checkpoint is loaded."""
+    """A receiver of a run's events; those that it does not override do nothing.
+
+    Callbacks are made before a checkpoint is loaded.
+    """
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
     derived: tuple[str, ...] = ()  # files made from `files`
@@ -88,23 +92,23 @@ class Callback:
         """Called after an evaluation on held-out examples, with its metrics."""
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        """Called with an evaluation's samples; none if sampling failed."""
+        """Called with an evaluation's samples, which are none if sampling failed."""
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
-        """Called with the policy's most probable answers to a few held-out prompts."""
+        """Called with the policy's most probable answers to a few held-out prompts, by prompt."""
 
     def on_abort(self, reason: str) -> None:
-        """Note that the run aborts on NaN; `on_end` follows."""
+        """Called if the run aborts, as a loss or gradient is not finite; `on_end` follows."""
 
     def on_end(self) -> None:
-        """Close files, as the run is complete, was stopped, or aborted."""
+        """Called once the run is complete, was stopped, or aborted: close files."""
 
     def state_dict(self) -> dict:
-        """Return tensors, numbers, texts, lists and dicts for a checkpoint."""
+        """Return what a checkpoint keeps of this callback: tensors, numbers, texts, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Take back the state; {} if the checkpoint has none."""
+        """Take back what `state_dict` returned; {} if the checkpoint has no state of this callback."""
 
 
 class Callbacks:
@@ -118,18 +122,19 @@ class Callbacks:
         self.callbacks = {**given, **wanted}
 
     def emit(self, event: str, *details: Any) -> None:
+        """Call the method `on_EVENT` of every callback."""
         for callback in self.callbacks.values():
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Ask every callback, as each may log or count."""
+        """Return whether all callbacks allow an update. Each is asked, whatever others say, as it may log or count."""
         decisions = [callback.allows(update) for callback in self.callbacks.values()]
         return all(decisions)
 
     def state_dict(self) -> dict:
-        """Return the states by name.
+        """Return the callbacks' states by name.
 
-        Raises TypeError for what could not be restored, as checkpoints are read without running code in them.
+        Raises TypeError for a state that could not be restored: checkpoints are read without running code in them.
         """
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Log files (docs/metrics.md): a run appends to them, a resumed run truncates them."""
+"""Log files (docs/metrics.md): a run appends to them, a resumed run first truncates them to its checkpoint."""
 
 import json
 import math
@@ -19,12 +19,13 @@ class Appender(Callback):
     """Appends lines to `files` on rank 0 alone; a resumed run first truncates them to their sizes at the checkpoint.
 
     A file that is shorter, or that the checkpoint does not know, is renamed together with `derived`, the files that are
-    made from it; the complete records that the checkpoint knows go into a new file.
+    made from `files`; the complete records that the checkpoint knows go into a new file.
     """
 
     _sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
 
     def append(self, name: str, lines: Iterable[str]) -> None:
+        """Append lines, which are given without newlines, to a file in the run's directory."""
         if self.context.rank == 0:
             content = "".join(f"{line}\n" for line in lines)
             with (self.run_dir / name).open("ab") as file:
@@ -46,11 +47,11 @@ class Appender(Callback):
             end = 0  # where the last complete record that the checkpoint knows ends
             if saved_size > 0 and size > 0:
                 end = self.find_end(path, min(saved_size, size))
-            is_unknown = saved_size < 0 < size
+            is_unknown = saved_size < 0 < size  # the file has lines of another run
             if end < saved_size or is_unknown:
-                complete = path.read_bytes()[:end] if size else b""
+                complete = path.read_bytes()[:end] if size else b""  # read now, as the file is renamed below
                 warning = f"{path} is not as the run's checkpoint knows it"
-                for file in (*(self.run_dir / made for made in self.derived), path):
+                for file in (*(self.run_dir / derived for derived in self.derived), path):
                     if file.exists():
                         warning += f"; {file.name} is renamed to {move_aside(file).name}"
                 self.log(WarningLine(warning))
@@ -60,7 +61,7 @@ class Appender(Callback):
                 os.truncate(path, end)
 
     def state_dict(self) -> dict:
-        """Return the sizes of files, which are synced first."""
+        """Return the sizes of files, which are synced first: a checkpoint must not know more than the disk has."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
             path = self.run_dir / name
@@ -84,7 +85,7 @@ class FileLogger(Appender):
         add_run_facts(self.run_dir, **self.context.count_parameters())
 
     def on_update(self, update: Update) -> None:
-        self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
+        self._append_metrics("train", update.metrics, examples=update.n_examples, updates=update.number)
         self._drawn = []
         for drawn in list(update.drawn.values())[: self.plan.evaluation.n_eval_model_samples]:
             record = {
@@ -103,19 +104,19 @@ class FileLogger(Appender):
             self._drawn.append(record)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._log("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
+        self._append_metrics("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
         heading = f"after {count(evaluation.n_examples, 'example')}, drawn by the last update"
         for record in self._drawn:
             self._append_record("samples.jsonl", record)
             answers = [(label, text) for _, label, text in describe_answers(record)]
-            self._append_text(heading, record["prompt"], answers)
+            self._append_answers(heading, record["prompt"], answers)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         heading = f"after {count(n_examples, 'example')}"
         for sample in samples:
             self._append_record("samples.jsonl", {"examples": n_examples, **sample._asdict()})
             answers = [("policy", sample.policy), ("reference", sample.reference)]
-            self._append_text(heading, sample.prompt, answers)
+            self._append_answers(heading, sample.prompt, answers)
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         for prompt, answer in answers.items():
@@ -131,7 +132,7 @@ class FileLogger(Appender):
     def on_end(self) -> None:
         add_run_facts(self.run_dir, ended=timestamp())
 
-    def _log(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
+    def _append_metrics(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
         record = {"split": split, "examples": examples, "updates": updates}
         for name, value in metrics.items():
             record[name] = value if math.isfinite(value) else None  # JSON has no NaN
@@ -140,7 +141,8 @@ class FileLogger(Appender):
     def _append_record(self, name: str, record: Mapping) -> None:
         self.append(name, [json.dumps(record, ensure_ascii=False)])
 
-    def _append_text(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
+    def _append_answers(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
+        """Append a prompt and its answers, each (name, text), to `samples.txt`, which is for people."""
         bar = "=" * 30
         lines = [f"{bar} {heading} {bar}", prompt.strip()]
         for name, text in answers:

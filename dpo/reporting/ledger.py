@@ -10,7 +10,10 @@ from dpo.reporting.files import Appender
 
 
 class Ledger(Appender):
-    """Appends rows of all updates, also skipped ones; writes the stream as Parquet at the start and at the end."""
+    """Appends rows of all updates and evaluations, also of skipped updates.
+
+    At the start and at the end it writes all rows as Parquet.
+    """
 
     files = (STREAM,)
     derived = (PARQUET,)
@@ -39,7 +42,10 @@ class Ledger(Appender):
     def _append(
         self, split: str, update: int, event: Update | Evaluation, drawn: Mapping[int, OnlinePair] = {}
     ) -> None:
-        """Append a row for each example; `update` is an update's number, or that of updates before an evaluation."""
+        """Append a row for each example of an event.
+
+        `update` is the number of an update, or how many updates came before an evaluation; `drawn` is `Update.drawn`.
+        """
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
         score = "rewards" if self.plan.loss.scalar_head else "logps"
@@ -55,11 +61,11 @@ class Ledger(Appender):
                 "weight": example.weight,
                 "offset": example.margin,
             }
-            columns = {"loss": f"loss/{split}", "margin": f"rewards_{split}/margins"}
+            metrics = {"loss": f"loss/{split}", "margin": f"rewards_{split}/margins"}  # in `event.table`, by column
             for role, n_tokens in zip(example.roles, example.n_scored, strict=True):
                 row[f"{role}_tokens"] = n_tokens
-                columns |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
-            row |= {column: event.table[name][i].item() for column, name in columns.items() if name in event.table}
+                metrics |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
+            row |= {column: event.table[name][i].item() for column, name in metrics.items() if name in event.table}
             if i in drawn:
                 row |= _describe_drawn(drawn[i])
             rows.append(row)
@@ -67,6 +73,7 @@ class Ledger(Appender):
 
 
 def _describe_drawn(drawn: OnlinePair) -> dict:
+    """Return the columns of a ledger's row that only pairs drawn by the policy have."""
     chosen, rejected = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {

@@ -1,3 +1,5 @@
+"""The report at the end of a run, written in a process of its own."""
+
 import subprocess
 
 from dpo.errors import WarningLine
@@ -5,11 +7,11 @@ from dpo.reporting.events import Callback, RunContext
 from dpo.system.host import python_command
 from dpo.system.run_directory import REPORT
 
-LONGEST_SECS = 120
+LONGEST_SECS = 120  # the process that writes the report is killed after this time
 
 
 class ReportWriter(Callback):
-    """Runs `dpo.analysis.page` at the end; if that fails, the run does not."""
+    """Runs `dpo.analysis.page` at the end of a run. If that fails or hangs, the run only warns."""
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

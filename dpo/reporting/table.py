@@ -1,3 +1,5 @@
+"""The table of callbacks, and the names of the files that they write."""
+
 from dpo import plugins
 from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard
 from dpo.reporting.events import Callback
@@ -6,7 +8,7 @@ from dpo.reporting.ledger import Ledger
 from dpo.reporting.report import ReportWriter
 from dpo.reporting.trackers import TensorBoardLogger, WandbLogger
 
-CALLBACKS = {
+CALLBACKS = {  # in the order of their calls
     "nonfinite": NonFiniteGuard,
     "files": FileLogger,
     "ledger": Ledger,
@@ -18,9 +20,10 @@ CALLBACKS = {
 
 
 def list_callbacks() -> dict[str, type[Callback]]:
+    """Return the classes of our callbacks and of the user's, by name."""
     return CALLBACKS | plugins.CALLBACKS
 
 
 def list_logs() -> list[str]:
-    """Names of files that callbacks write."""
+    """List the files that callbacks append to, or make from them, relative to a run's directory."""
     return [name for callback in list_callbacks().values() for name in (*callback.files, *callback.derived)]

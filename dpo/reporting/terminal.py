@@ -1,3 +1,5 @@
+"""Progress and evaluations on a terminal, or as lines in a log file."""
+
 import io
 import sys
 import time
@@ -11,7 +13,7 @@ from dpo.numbers import compact, count
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.plan import Plan
 
-LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # tqdm fills it in
+LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # tqdm fills these in
 BAR = "{percentage:3.0f}% {remaining} left |{bar}| {desc} {n_fmt}/{total_fmt}{postfix}"  # fits 80 columns
 LINE_SECS = 10  # time between lines about a long task in a log file
 UPDATE_METRICS = {  # what a line about an update has: label and significant digits
@@ -23,7 +25,7 @@ UPDATE_METRICS = {  # what a line about an update has: label and significant dig
 
 
 def _find_screen() -> Any:
-    """Return stdout as it was before the run's log copied it (`RecordedStream`): bars do not belong in the log."""
+    """Return stdout without the `RecordedStream` that copies it to the run's log, where bars do not belong."""
     return getattr(sys.stdout, "screen", sys.stdout)
 
 
@@ -40,12 +42,12 @@ class Progress(Callback):
         self._bars: list[tqdm.tqdm] = []  # each task runs inside the one before it
 
     def track_updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Show progress over `items`, the updates that remain of `total` after `done`."""
+        """Yield `items`, the updates that remain of `total` after `done`, under a bar; `on_update` moves it."""
         with self._showing_bar("update", total, done):
             yield from items
 
     def track(self, items: Iterable, *, total: int, what: str) -> Iterator:
-        """Show progress over the items of a task that runs inside another, or alone."""
+        """Yield the items of a task under a bar of its own; the task may run inside another one, such as training."""
         self._last_line_time = time.monotonic()
         with self._showing_bar(what, total):
             for n_done, item in enumerate(items):
@@ -54,7 +56,7 @@ class Progress(Callback):
                 yield item
 
     def show_part(self, done: int, total: int, what: str) -> None:
-        """Show how far the current item of the innermost task is."""
+        """Note at the innermost bar how many parts of its current item are done, as `WHAT DONE/TOTAL`."""
         if self._bars and total > 1:
             self._show(self._bars[-1].n, f"{what} {done}/{total}")
 
@@ -80,6 +82,7 @@ class Progress(Callback):
         self.line("\n".join(lines))
 
     def line(self, text: str) -> None:
+        """Print a message; a bar is redrawn below."""
         if not self.silent:
             with tqdm.tqdm.external_write_mode(file=_find_screen()) if self.show_bar else nullcontext():
                 print(text, flush=True)
@@ -91,6 +94,7 @@ class Progress(Callback):
 
     @contextmanager
     def _showing_bar(self, what: str, total: int, done: int = 0) -> Iterator:
+        """Show a task's bar inside; without a terminal, a bar that is not drawn computes the times for the lines."""
         bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -115,7 +119,10 @@ class Progress(Callback):
                 self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
-        """Show progress on the bar, or as a line if the last line is older than `interval`."""
+        """Show `done` items of the innermost task, and a note.
+
+        Without a bar, this is a line, unless the last line is younger than `interval` seconds.
+        """
         bar = self._bars[-1]
         bar.set_postfix_str(note, refresh=False)
         bar.update(done - bar.n)

@@ -29,8 +29,7 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # hides the events from this step on that are there already: they are newer than the checkpoint, so they come
-        # again
+        # `purge_step` hides what an earlier process logged after the checkpoint, as this process logs it again
         self._writer = SummaryWriter(
             str(self.run_dir / "tensorboard"), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS
         )
@@ -42,6 +41,7 @@ class TensorBoardLogger(Callback):
         self._log(evaluation.metrics, evaluation.n_examples)
 
     def _log(self, metrics: Mapping[str, float], n_examples: int) -> None:
+        """Add a point at the step `n_examples` to the curve of each metric."""
         self._n_examples = n_examples
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
@@ -109,7 +109,7 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
-        """Start a W&B run, offline without a key or after an error."""
+        """Start a W&B run, and say where it is. Without a key or after an error it is an offline run, kept on disk."""
         # metadata would have the command line, which may hold secrets
         own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
         init = partial(wandb.init, **settings, settings=own_settings)
@@ -135,7 +135,7 @@ class WandbLogger(Callback):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log({**evaluation.metrics, "counters/updates": evaluation.n_updates}, evaluation.n_examples)
-        metric, sign = self.plan.best
+        metric, sign = self.plan.best  # sign: +1 if higher is better, else -1
         quality = sign * evaluation.metrics.get(metric, math.nan)
         prefixes = ["last"]
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
@@ -157,10 +157,11 @@ class WandbLogger(Callback):
                 self._log({f"{model}_samples": table}, n_examples)
 
     def _log(self, values: Mapping, n_examples: int) -> None:
+        """Log metrics, or tables of samples, at the step `n_examples`."""
         self._unless_disabled(self.run.log, {**values, "counters/examples": n_examples})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
-        """Call a function of W&B; after an error, nothing is sent any more."""
+        """Call a function of W&B. After the first error a warning is printed, and nothing is called any more."""
         if self._is_disabled:
             return
         try:

@@ -1,3 +1,5 @@
+"""Numerical settings of torch: TF32, determinism, autocast and compilation."""
+
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +12,8 @@ GRAPHS = 32
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
+    """Set this process's numerical options; `compiles` means that torch.compile will be used."""
+    torch.backends.cuda.matmul.allow_tf32 = True  # faster; where float32 must be exact, use `without_tf32`
     # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, which most microbatches have
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
@@ -27,12 +30,12 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which autocast computes with tensors of `dtype`, or `dtype` itself without autocast."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return dtype  # also on the meta device, which has no autocast
+    return dtype  # also for the meta device, which has no autocast
 
 
 @contextmanager
 def without_tf32() -> Iterator:
-    """Multiply float32 exactly; TF32 would round the inputs."""
+    """Multiply matrices of float32 at full precision inside; TF32 would round the factors to 10 bits."""
     matmul = torch.backends.cuda.matmul
     was_allowed = matmul.allow_tf32
     matmul.allow_tf32 = False
@@ -44,14 +47,14 @@ def without_tf32() -> Iterator:
 
 @contextmanager
 def without_compilation(*, cache_implementation: str | None = None) -> Iterator:
-    """Run code eagerly, as a cache that grows would need a graph for every length, and so use up the recompile limit.
+    """Run models that generate without torch.compile, and only warn of operations that are not deterministic.
 
-    With a `cache_implementation`, a static cache, compiled code is used. An operation that is not deterministic only
-    causes a warning inside.
+    A key-value cache that grows would need a graph for every length, and so use up the recompile limit. With a
+    `cache_implementation`, the cache does not grow, and compiled code is used.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # if torch._dynamo was not imported, nothing was compiled
+    # if torch._dynamo was not imported, nothing was compiled, and `set_stance` would import it
     forces_eager = cache_implementation is None and "torch._dynamo" in sys.modules
     # not an error: top-p sampling needs a cumulative sum, which is not deterministic on CUDA
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)

@@ -51,7 +51,7 @@ def is_installed(package: str) -> bool:
         return False
 
 
-class _Log(io.FileIO):
+class _UnfailingFile(io.FileIO):
     """A file whose writes never fail: what cannot be written is lost."""
 
     def write(self, data: Any) -> int:
@@ -89,7 +89,7 @@ def harden_stdio() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
-            file = _Log(stream.fileno(), "w", closefd=False)
+            file = _UnfailingFile(stream.fileno(), "w", closefd=False)
         except io.UnsupportedOperation:  # not a file, as a program such as pytest captures the output
             continue
         options = {"encoding": stream.encoding, "line_buffering": stream.line_buffering or stream.write_through}
@@ -98,10 +98,10 @@ def harden_stdio() -> None:
 
 @contextmanager
 def importing(*, freeze: bool = False) -> Iterator:
-    """Import without garbage collection, which would take a quarter of the time.
+    """Import modules inside without garbage collection, which would take a quarter of the time.
 
-    With `freeze`, later collections skip all objects that exist at the end, so what is in a reference cycle is never
-    freed.
+    With `freeze`, garbage collections afterwards skip all objects that exist by then, which makes them faster. Of these
+    objects, those in a reference cycle are never freed.
     """
     gc.disable()
     try:
@@ -113,9 +113,10 @@ def importing(*, freeze: bool = False) -> Iterator:
 
 
 def python_command(*arguments: str, **environment: str) -> dict:
-    """Return `args` and `env` for `subprocess`, to start a Python process that imports from where this one does.
+    """Return the keyword arguments `args` and `env` for `subprocess`, which start Python with these `arguments`.
 
-    By default it would also, and first, import from the current directory, where others' files may lie.
+    The new process imports from where this one does. By default it would also, and first, import from the current
+    directory, where others' files may lie. `environment` has further variables.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     command = [sys.executable, "-P", *arguments]
@@ -124,8 +125,11 @@ def python_command(*arguments: str, **environment: str) -> dict:
 
 @contextmanager
 def spawning() -> Iterator:
-    """Let `multiprocessing` start processes that import from where this one does; each calls `has_been_spawned`."""
-    former = os.environ.get("PYTHONSAFEPATH", "")  # empty: as if it were not set
+    """Let `multiprocessing` start processes that do not import from the current directory, where others' files may lie.
+
+    Each process that is started inside calls `has_been_spawned` first.
+    """
+    former = os.environ.get("PYTHONSAFEPATH", "")  # empty counts as not set
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
@@ -134,7 +138,8 @@ def spawning() -> Iterator:
 
 
 def has_been_spawned() -> None:
-    os.environ.pop("PYTHONSAFEPATH", None)  # it is not for the processes that the user's code may start
+    """Remove what `spawning` set from this process, as it is not for processes that the user's code may start."""
+    os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def silence_bitsandbytes() -> None:
@@ -143,7 +148,7 @@ def silence_bitsandbytes() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one, as workers share many files; say so if that changes it."""
+    """Raise the soft limit of open files to the hard one, as workers share many files; print the change on rank 0."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if soft != hard and is_launched_as_rank_0():
@@ -154,7 +159,7 @@ def raise_open_file_limit() -> None:
 
 
 def set_allocators(environ: MutableMapping[str, str]) -> None:
-    """Set variables that torch reads on import, unless the user did."""
+    """Set the variables in `environ` that torch's allocators read on import, unless the user has set them."""
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages, which cause fewer page faults
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the variable
         # keeps CUDA memory from fragmenting as shapes change
@@ -162,30 +167,36 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of large tensors, whose page faults take a tenth of an update's time on a CPU."""
-    # the largest values that glibc accepts
+    """Make glibc keep and reuse the memory of freed tensors: new memory costs a tenth of an update's time on a CPU."""
+    # sizes in bytes, the largest that glibc accepts
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Make glibc return large tensors to the system; FSDP frees so many that it would keep a whole model."""
+    """Make glibc return tensors of a MiB and more to the system when they are freed.
+
+    FSDP frees so many that glibc would otherwise keep a whole model.
+    """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def release_freed_memory() -> None:
-    """Return all free memory now; by default glibc returns only that at the heap's end."""
+    """Return to the system what has been freed so far; by default glibc returns only what is at the heap's end."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory() -> tuple[int, int]:
-    """Return total and available bytes of the machine; a container may allow less."""
+    """Return the machine's memory as (total, available) in bytes; a container may allow less."""
     sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
     return int(sizes["MemTotal"]) * 1024, int(sizes["MemAvailable"]) * 1024
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
-    """Return the bytes that this process holds or could get: on its GPUs or, without any, in its share of the host."""
+    """Return the bytes that this process holds or could get: on its GPUs or, without any, in its share of the host.
+
+    With `multi_process` a process has one GPU, else all.
+    """
     if count_gpus():
         import torch
 
@@ -196,7 +207,7 @@ def find_device_memory(world_size: int, *, multi_process: bool) -> int:
 
 
 def resident_memory() -> int:
-    """Return the bytes that this process holds."""
+    """Return the bytes of main memory that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
@@ -209,7 +220,7 @@ def is_gpu(device: Any) -> bool:
 
 def is_cpu(device: Any) -> bool:
     """Whether a device is a CPU, and not the meta device; False in a test that lets CPUs count as GPUs."""
-    return device.type == "cpu" != GPU
+    return device.type == "cpu" and GPU != "cpu"
 
 
 def choose_device() -> str:
@@ -234,7 +245,7 @@ def has_bfloat16() -> bool:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """List this process's GPUs: one under `multi_process`, else all."""
+    """List the indices of this process's GPUs: one if the run has a process per GPU (`multi_process`), else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))
@@ -242,7 +253,7 @@ def list_own_gpus(*, multi_process: bool) -> list[int]:
 
 @cache
 def use_caches_without_hub() -> None:
-    """Let libraries read only their caches if the Hub's host name is not known; each would try for a minute."""
+    """Let libraries read only their caches if the Hub's host name is not known, as each would try for a minute."""
     import huggingface_hub
 
     hub = urlsplit(huggingface_hub.constants.ENDPOINT)

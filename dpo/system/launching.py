@@ -50,11 +50,11 @@ def launch(
     port: int | None = None,
     timeout_secs: float = 1800,
 ) -> None:
-    """Run `worker(rank, world_size, *args)` in processes that form a group.
+    """Run `worker(rank, world_size, *args)` in processes that form a group, and return when all are done.
 
     A process that a launcher started runs its own worker, and exits with it. Without `process_group`, the worker is
-    called here; otherwise `world_size` workers are spawned and meet at `port` (None: a free one). Raises InputError,
-    Stopped, or RunError if a worker did not finish.
+    called here, as rank 0 of 1; otherwise `world_size` workers are spawned and meet at `port` (None: a free one).
+    `timeout_secs` is that of a collective. Raises InputError, Stopped, or RunError if a worker did not finish.
     """
     raise_open_file_limit()
     if rank_env := find_rank_env():
@@ -89,15 +89,15 @@ class RankEnv(NamedTuple):
 def find_rank_env() -> RankEnv | None:
     """Read what torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
-    size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
+    world_size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
-        size = int(environ["WORLD_SIZE"])
+        world_size = int(environ["WORLD_SIZE"])
         rank = int(environ["RANK"])
         local_rank = int(environ.get("LOCAL_RANK", rank))
         serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         address = "localhost"
         port = 29500
-    elif size > 1:
+    elif world_size > 1:
         rank = int(environ["SLURM_PROCID"])
         local_rank = int(environ["SLURM_LOCALID"])
         serves_store = rank == 0
@@ -108,7 +108,7 @@ def find_rank_env() -> RankEnv | None:
         return None
     address = environ.get("MASTER_ADDR") or address
     port = int(environ.get("MASTER_PORT") or port)
-    return RankEnv(rank, size, local_rank, address, port, serves_store)
+    return RankEnv(rank, world_size, local_rank, address, port, serves_store)
 
 
 def count_processes_here(world_size: int) -> int:
@@ -163,7 +163,7 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run a worker in the group; return its exit status, and a message on why it is not done, or ""."""
+    """Join the group and run a worker; return its exit status, and a message on why it is not done, or ""."""
     with importing():
         import torch.distributed as dist
         import tqdm
@@ -215,14 +215,14 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     if dist.is_initialized():
         store = waiting.default_store()
         with suppress(dist.DistError):  # rank 0 may have taken the store with it
-            store.set(waiting.FAILURE_KEY, "")  # ranks that wait for this one give up
+            store.set(waiting.FAILURE_KEY, "")  # so that ranks that wait for this one give up
             if status == LOST_CONTACT:
                 message += _name_silent_ranks(store, rank, world_size)
     return status, message
 
 
 def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
-    """Wait a while, and name the ranks that have not lost contact, as one of these caused it; "" if there are none."""
+    """Say which ranks did not lose contact within GRACE_SECS, as one of these caused the loss; "" if all ranks did."""
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)
     others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
@@ -230,14 +230,14 @@ def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
-    """Let the system send this process a signal when its parent ends."""
+    """Let the system send this process a signal when its parent, whose process id is `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:  # it has ended before the call above
         os._exit(FAILED)
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
-    """Run a worker in this process, which sends status and message to its parent, and ends."""
+    """Run a worker in this spawned process, send its exit status and message to the parent, and end the process."""
     has_been_spawned()
     end_with_parent(parent, signal.SIGKILL)
     harden_stdio()
@@ -253,12 +253,12 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 # --- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
+def _spawn(worker: Callable, world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start workers, and return when all are done, or raise why they are not; leave none behind."""
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank
     pipes = []  # by rank; a worker sends how its work ended
-    stop_signals = []
+    stop_signals = []  # numbers of those that this process got
 
     def forward(number: int) -> str:
         """Send workers SIGTERM, on which they save and stop."""
@@ -273,18 +273,18 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
             for rank in range(world_size):
                 rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port, serves_store=rank == 0)
                 receiver, sender = context.Pipe(duplex=False)
-                worker_args = (rank_env, os.getpid(), sender, function, args, timeout_secs)
+                worker_args = (rank_env, os.getpid(), sender, worker, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
                 # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
                 # that is started while Ctrl-C is ignored ignores it, too
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
                     process.start()
-                sender.close()
+                sender.close()  # the worker has its own, so that the pipe ends when the worker does
                 processes.append(process)
                 pipes.append(receiver)
             if stop_signals:  # one came while a worker was starting, and did not reach this worker
                 forward(stop_signals.pop())  # which adds it again; earlier workers ignore a second one
-            _wait(processes, pipes, stop_signals, timeout_secs)
+            _wait_for_workers(processes, pipes, stop_signals, timeout_secs)
     finally:
         for process in processes:
             process.kill()
@@ -292,19 +292,19 @@ def _spawn(function: Callable, world_size: int, args: tuple, *, port: int, timeo
             process.join()
 
 
-def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: float) -> None:
-    """Wait until all workers have exited, or until the patience after an exit is over.
+def _wait_for_workers(processes: list, pipes: list, stop_signals: list[int], timeout_secs: float) -> None:
+    """Wait until all workers have exited, or until the PATIENCE after an exit is over.
 
     Raises InputError, RunError or Stopped if not all are done.
     """
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ended = {}  # messages of workers by status, in the order of their exits
     status = DONE
-    seconds_left = None
+    seconds_left = None  # no limit until a worker has exited
     while running and (exited := wait_for_any(running, seconds_left)):
         for sentinel in exited:
             rank = running.pop(sentinel)
-            own_status, message = _find_end(rank, processes[rank], pipes[rank], stop_signals)
+            own_status, message = _read_outcome(rank, processes[rank], pipes[rank], stop_signals)
             ended.setdefault(own_status, []).append(message)
         # PATIENCE is in order: its first status that occurred says most about the run
         status = next(status for status in PATIENCE if status in ended)
@@ -327,11 +327,14 @@ def _wait(processes: list, pipes: list, stop_signals: list[int], timeout_secs: f
         raise RunError("\n".join(filter(None, messages)))
 
 
-def _find_end(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
-    """Return the status and message that an exited worker sent, or else what its exit status says."""
+def _read_outcome(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
+    """Return (status, message) as an exited worker sent them, or else as its process's exit status tells.
+
+    `stop_signals` are those that were forwarded to the worker.
+    """
     process.join()
     if pipe.poll():
-        with suppress(EOFError):
+        with suppress(EOFError):  # the worker ended without a message
             return pipe.recv()
     status = process.exitcode
     # a worker that was not training yet is killed by a stop signal

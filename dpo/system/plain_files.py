@@ -1,3 +1,5 @@
+"""Files that are checked before they are read or replaced, and written whole or not at all."""
+
 import glob
 import json
 import os
@@ -25,9 +27,9 @@ def check_readable(path: Path) -> None:
 
 
 def check_own(path: Path, mark: str) -> None:
-    """Raise InputError for a path that exists, unless it is a file that is empty or begins with the pattern `mark`.
+    """Raise InputError if another program's file is at the path, which the caller is about to write.
 
-    The caller can then write there: the file is one of ours.
+    A file is one of ours if it is empty or begins with the regular expression `mark`.
     """
     if not os.path.lexists(path):
         return
@@ -40,7 +42,10 @@ def check_own(path: Path, mark: str) -> None:
 
 
 def read_json(path: Path, parse: Callable = json.loads) -> Any:
-    """Read a file as JSON, or by another parser; raise InputError for an invalid file."""
+    """Return the content of a file as JSON, or as `parse` reads it from a text. Raises InputError for an invalid file.
+
+    A missing file raises FileNotFoundError.
+    """
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
@@ -54,11 +59,12 @@ def read_yaml(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair as JSON spells it
+    # backslashreplace writes a lone surrogate, which UTF-8 cannot encode, as JSON escapes it
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def list_wrong(values: Mapping, form: Mapping) -> list[str]:
-    """List the names of values that are not of the types in `form`; a missing value is not wrong."""
+    """List the names of values that are not of the type that `form` has for the name; a missing value is not wrong."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
@@ -76,7 +82,7 @@ def remove(path: Path) -> None:
 
 
 def move_aside(path: Path, name: str | None = None) -> Path:
-    """Rename to PATH.old or `name`, with .1, .2 and so on if that is taken; return the new path."""
+    """Rename to PATH.old, or to `name` beside it, with .1, .2 and so on if that is taken; return the new path."""
     first = target = path.with_name(name or f"{path.name}.old")
     number = 0
     while os.path.lexists(target):
@@ -87,10 +93,14 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a path atomically by what the body writes to the yielded path beside it."""
+    """Replace a path atomically by what the body of the `with` writes to the yielded path beside it.
+
+    If the body raises, the path stays as it was.
+    """
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):  # by processes of this host, maybe killed
+    # remove what processes of this host that were killed have left
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():
             remove(leftover)
@@ -129,7 +139,10 @@ def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict
 
 
 class KeptLines:
-    """A file of JSON lines, each with a `key`, and these lines by key; several threads may add some."""
+    """A file of JSON lines, each with a `key`, and in memory these lines by key; several threads may add lines.
+
+    `mark` and `form`, to which `key` is added, are those of `read_lines`.
+    """
 
     def __init__(self, path: Path, mark: str, form: Mapping[str, type]):
         self.path = path

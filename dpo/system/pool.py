@@ -18,7 +18,7 @@ from dpo.errors import RunError
 from dpo.system.host import has_been_spawned, spawning
 
 ITEMS_PER_CHUNK = 1000
-WORKER = {}  # in a worker: its function
+WORKER = {}  # in a worker process, as "function": what it applies to items
 
 
 def map_chunks(
@@ -32,14 +32,15 @@ def map_chunks(
 ) -> Iterator:
     """Yield `function(chunk)` for lists of up to ITEMS_PER_CHUNK items, in order, with a progress bar on a terminal.
 
-    There is a process for each `per_worker` items, at most one a core; None: this process does it all.
+    `n_items` is how many items there are. There is a process for each `per_worker` of them, at most one a core; with
+    None, or too few items for two processes, this process does it all.
     """
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
     workers = 1
     if per_worker:
         workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)
-    # with fewer than two workers, starting one would only cost time
+    # starting a single worker would only cost time
     results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
     # disable=None: the bar is only drawn on a terminal
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:
@@ -49,7 +50,10 @@ def map_chunks(
 
 
 def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iterator:
-    """Map in new processes, which are not forked; read few items ahead."""
+    """Yield `function(item)` in order, computed in new processes, which are not forked.
+
+    At most two items per process, and one more, are read ahead of the results.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
     with spawning():  # the pool starts multiprocessing's resource tracker
@@ -58,7 +62,7 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
     try:
         for item in items:
             with spawning():
-                pending.append(pool.submit(_work, item))
+                pending.append(pool.submit(_call_function, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -71,10 +75,11 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
 
 
 def _begin_worker(function: Callable) -> None:
+    """Prepare a worker process; `function` is sent once, here, and not with each item."""
     has_been_spawned()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the results
     WORKER["function"] = function
 
 
-def _work(item: Any) -> Any:
+def _call_function(item: Any) -> Any:
     return WORKER["function"](item)

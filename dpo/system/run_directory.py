@@ -48,18 +48,22 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
-    """Return `PREFIX/USER` for the first prefix that exists, else for the last."""
+    """Return `PREFIX/USER` for the first prefix that exists, or for the last if none does."""
     prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
     return os.path.join(prefix, getpass.getuser())
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
+    """Return a new run's directory, whose name has the time."""
     # to the microsecond, so that the jobs of a quick sweep get different directories
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a run would overwrite other files than those of a run that never began to train."""
+    """Raise InputError if a new run would overwrite files of a run that began to train, or of someone else.
+
+    `logs` are the names of further files that the new run writes.
+    """
     with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")  # files of a run that began to train
@@ -76,7 +80,10 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
 
 
 def lock_run_dir(run_dir: Path) -> IO:
-    """Create the directory if need be, and lock it while the returned file is open."""
+    """Create the directory if need be, and lock it while the returned file is open.
+
+    Raises InputError if another process holds the lock for longer than LOCK_SECS.
+    """
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
@@ -101,16 +108,17 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds the lock of a run; False if that cannot be known."""
+    """Whether a process that writes the run holds its lock; False if that cannot be known."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return isinstance(error, BlockingIOError)  # others: no such file, or no locks on this file system
     return False
 
 
 def _explaining_errors(run_dir: Path) -> AbstractContextManager:
+    """Replace errors of the file system by an InputError that names the run's directory."""
     advice = "choose another local_run_dir, or other local_dirs"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={run_dir} cannot be written: {why}; {advice}"))
 
@@ -121,7 +129,7 @@ def _explaining_errors(run_dir: Path) -> AbstractContextManager:
 def write_run_facts(
     run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None
 ) -> None:
-    """Write `config.yaml` and `env.json`.
+    """Write `config.yaml`, without secrets, and the facts of a run that starts or is resumed, `env.json`.
 
     `former` has the id of the run that is continued, and the time of its checkpoint in seconds since 1970.
     """
@@ -134,6 +142,7 @@ def write_run_facts(
         old_facts = read_run_facts(run_dir)  # empty if the run continues another's checkpoint
         seconds_before = old_facts.get("seconds_before")
         if seconds_before is not None:
+            # and from the former start to the checkpoint
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(old_facts["started"]).timestamp())
     commit = ""
     checkout = Path(__file__).parents[2]
@@ -185,6 +194,7 @@ def _write_facts(run_dir: Path, facts: dict) -> None:
 
 
 def timestamp() -> str:
+    """Return the time now in UTC, as ISO 8601 writes it to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -194,18 +204,18 @@ def timestamp() -> str:
 class RunLog:
     """Copies finished lines of Python's standard streams to `log.txt`, and warnings also to `warnings.jsonl`.
 
-    Progress bars are copied only in their last state. Until `open`, the lines are kept, as a refused run leaves no
-    directory.
+    Progress bars are copied only in their last state. Until `open`, the lines are kept in memory, as a refused run
+    leaves no directory.
     """
 
     _run_dir: Path | None = None  # once it is open
     _unfinished = ""
 
     def __init__(self):
-        self._kept: dict[str, str] = {}  # by file
+        self._kept: dict[str, str] = {}  # lines that are not written yet, by file name
 
     def begin(self, kept: Mapping[str, str] = {}) -> None:
-        """Begin to copy, after `kept`, which was printed before."""
+        """Begin to copy, after the lines that the log of the parent process, if there is one, has handed over."""
         self.close()
         self._kept = {WARNINGS_FILE: "", **kept}  # the file exists even if nothing warns
         self._unfinished = ""
@@ -213,22 +223,27 @@ class RunLog:
         sys.stderr = RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
+        """Write what was kept to the run's directory, and from now on each line as soon as it is finished."""
         self._run_dir = Path(run_dir)
         self.add("")  # writes what was kept
 
     def close(self) -> None:
+        """End copying, and put back the streams from before `begin`."""
         self._run_dir = None
         sys.stdout = getattr(sys.stdout, "screen", sys.stdout)
         sys.stderr = getattr(sys.stderr, "screen", sys.stderr)
 
     def hand_over(self) -> dict[str, str]:
-        """Return, and forget, what is not written yet."""
+        """Return the lines that are not written yet, by file name, and forget them."""
         kept = self._kept
         self._kept = {}
         return kept
 
     def add(self, text: str) -> None:
-        """Take text, which may end within a line; write what is finished once the log is open."""
+        """Add text, which may end within a line, and write the lines that are finished if the log is open.
+
+        A text that is a WarningLine is also kept for `warnings.jsonl`.
+        """
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             # a bar draws itself again after a carriage return: its last state is a line
@@ -237,8 +252,9 @@ class RunLog:
             self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.text)}))
         if self._run_dir:
             for name, lines in self.hand_over().items():
+                # a full disk must not end a run
                 with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
-                    file.write(lines.encode("utf-8", "backslashreplace"))  # a full disk must not end a run
+                    file.write(lines.encode("utf-8", "backslashreplace"))
 
     def _keep(self, name: str, line: str) -> None:
         self._kept[name] = f"{self._kept.get(name, '')}{line}\n"
@@ -246,7 +262,7 @@ class RunLog:
 
 @dataclass
 class RecordedStream:
-    """A stream whose text a log gets too; progress bars are drawn on its `screen`."""
+    """A stream that writes texts to the stream `screen` and to a log. Progress bars are drawn on its `screen` alone."""
 
     screen: Any
     log: RunLog
@@ -261,9 +277,9 @@ class RecordedStream:
 
 @contextmanager
 def exiting_on_failure(log: RunLog) -> Iterator:
-    """End the process after a stop signal or an error that is not a bug: print a sentence, and exit with its status.
+    """Print one sentence on an error that is not a bug, or on a stop signal, and raise SystemExit with its status.
 
-    Any other error is raised, after advice on it if there is some.
+    Any other error passes, after advice on it is printed if there is some. With HYDRA_FULL_ERROR=1, all errors pass.
     """
     try:
         yield

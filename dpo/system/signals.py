@@ -25,7 +25,7 @@ SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: termi
 
 
 class Stopped(BaseException):
-    """The run stopped on a signal; libraries would catch an Exception, and go on."""
+    """Raised when a run stops on a signal. This is no Exception, as libraries would catch one and go on."""
 
     def __init__(self, number: int = signal.SIGTERM, run_dir: str | Path | None = None):
         super().__init__(number)
@@ -48,7 +48,10 @@ def end_on_stop_signals() -> None:
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator:
-    """End the process on a stop signal, and name the `run_dir`, also in a Stopped that is raised inside."""
+    """End the process on a stop signal inside, with a message on how to continue the run in `run_dir`, if it can be.
+
+    A Stopped that is raised inside gets the `run_dir`, for the same message.
+    """
     with handling_signals(partial(_end, run_dir)):
         try:
             yield
@@ -58,13 +61,16 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator:
 
 
 def _end(run_dir: str | Path | None, number: int, _: object) -> NoReturn:
-    """Handle a signal: end the process with the message and status of Stopped."""
+    """Handle the signal `number`: end the process with the message and exit status of Stopped."""
     stopped = Stopped(number, run_dir)
     end_process(f"{stopped}\n" if _prints_for_run() else "", stopped.status)
 
 
 def end_process(message: str, status: int) -> NoReturn:
-    """Exit without finalizing the interpreter, as a group's threads might then abort it."""
+    """Write a message to stderr, and exit with `status` without finalizing the interpreter.
+
+    The threads of a process group might abort a process whose interpreter is finalized.
+    """
     with suppress(OSError, RuntimeError):  # a signal may have interrupted a write
         sys.stdout.flush()
         sys.stderr.flush()
@@ -75,7 +81,10 @@ def end_process(message: str, status: int) -> NoReturn:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator:
-    """Call `act(number)` on a stop signal, and print what it returns; a second Ctrl-C raises KeyboardInterrupt."""
+    """Call `act(number)` on a stop signal inside, and print the message that it returns.
+
+    A signal that came before is ignored, but a second Ctrl-C raises KeyboardInterrupt.
+    """
     first_times = {}  # when each signal came first, by its number
 
     def handle(number: int, _: object) -> None:
@@ -100,7 +109,10 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator:
 
 @contextmanager
 def handling_signals(handler: Any, *numbers: int) -> Iterator:
-    """Handle `numbers`, by default all stop signals that are not ignored."""
+    """Let `handler` handle the signals `numbers` inside, by default all stop signals that are not ignored.
+
+    In another thread than the main one nothing changes.
+    """
     former_handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers

@@ -18,9 +18,10 @@ from dpo.system.signals import Stopped
 
 
 def load_module(file: Path, problem: str) -> ModuleType:
-    """Run a file, which may import modules beside it; a file that is already a module of its name is not run again.
+    """Run a Python file, which may import modules beside it, and return its module, named like the file.
 
-    Raises InputError, which begins with the `problem`, if that fails.
+    A file that is already the module of its name is not run again. If a file fails, this raises an InputError whose
+    message begins with `problem`.
     """
     name = file.stem
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
@@ -38,7 +39,7 @@ def load_module(file: Path, problem: str) -> ModuleType:
 
 
 def run_users_code(code: Callable, error_class: type[Exception], problem: str, file: Path | None) -> Any:
-    """Call code of the user; any error becomes an `error_class`, which names the `problem` and the line of `file`."""
+    """Return what `code()` returns. Its errors become an `error_class`, with the `problem` and the line in `file`."""
     try:
         return code()
     except (KeyboardInterrupt, Stopped):
@@ -52,10 +53,9 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 
 
 class _Finder(modulefinder.ModuleFinder):
-    """Finds imported modules.
+    """Finds the modules that a script imports, as ModuleFinder does, also from directories without `__init__.py`.
 
-    Python's finder fails at a directory without `__init__.py`, so all code of such a directory is found, and the
-    directory itself is reported as missing.
+    ModuleFinder fails at such a directory. So all code below it goes into `found`, and it counts as a missing module.
     """
 
     def __init__(self, folder: Path):
@@ -73,7 +73,7 @@ class _Finder(modulefinder.ModuleFinder):
 
 
 def hash_code(file: Path) -> str:
-    """Hash a file and what it imports from its directory, also inside functions."""
+    """Return a digest of a Python file and of the files that it imports from its directory, also inside functions."""
     finder = _Finder(file.parent)
     finder.run_script(str(file))
     paths = finder.found | {Path(module.__file__) for module in finder.modules.values() if module.__file__}
@@ -82,5 +82,5 @@ def hash_code(file: Path) -> str:
 
 
 def hash_files(files: Iterable[Path]) -> str:
-    """Hash the names and contents of files in any order."""
+    """Return a digest of the names and contents of files, whatever their order."""
     return hashlib.sha256(repr(sorted((file.name, file.read_bytes()) for file in files)).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Waiting for work that one rank does alone, such as saving.
 
-The others poll a key-value store: in a collective they would time out, and handle no signals.
+The others poll the key-value store that rank 0 serves: in a collective they would time out, and handle no signals. A
+`place` is a name for the calls at one place of the code, from which the store's keys are made.
 """
 
 import os
@@ -28,6 +29,7 @@ def has_other_ranks() -> bool:
 
 
 def default_store() -> dist.Store:
+    """Return the store through which the default process group was formed."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -48,12 +50,12 @@ def asking_store() -> Iterator[dist.Store]:
 
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
-    """Wait until another rank sets a key, and return its value.
+    """Wait until a rank sets a key in the store, and return its value.
 
-    Raises DistError once a rank has failed, or after `longest_secs`.
+    Raises DistError once a rank has failed, or after `longest_secs`, by default LONGEST_WORK collective timeouts.
     """
     store = default_store()
-    pause = 0.005
+    pause = 0.005  # seconds; doubled after each poll
     longest = longest_secs or LONGEST_WORK * store.timeout.total_seconds()
     deadline = time.monotonic() + longest
     while True:
@@ -69,7 +71,7 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 makes the same call; rank 0 does not wait."""
+    """Wait until rank 0 has made the same call; rank 0 does not wait."""
     after_rank_0(place, lambda: None)
 
 
@@ -87,13 +89,19 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
 
 
 def _count_call(place: str) -> str:
-    """Return the place with the number of this call, for a key; it is the same on every rank, as all make all calls."""
+    """Return the place with the number of this call, which makes the store's keys unique.
+
+    Every rank gets the same number, as each counts its own calls and all ranks make all calls.
+    """
     with asking_store() as store:
         return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
 
 def once_per_machine(make: Callable[[], str]) -> str:
-    """Call `make()` in one process of each machine; all get its result, once all machines are done."""
+    """Call `make()` in one process of each machine, and return its result in all of them, once all machines are done.
+
+    All ranks must call this, as they first exchange the ids of their machines.
+    """
     if not has_other_ranks():
         return make()
     rank = dist.get_rank()
@@ -102,22 +110,22 @@ def once_per_machine(make: Callable[[], str]) -> str:
     place = _count_call("its machine's work")
     # where the first rank of each machine puts its result
     keys = {machine: f"rank {machines.index(machine)} at {place}" for machine in machines}
-    if machines.index(machines[rank]) == rank:
+    if machines.index(machines[rank]) == rank:  # this is its machine's first rank
         default_store().set(keys[machines[rank]], make())
     results = {machine: wait_for(key) for machine, key in keys.items()}
     return results[machines[rank]]
 
 
 def identify_machine() -> str:
-    """Return an id that is shared by processes that see the same files."""
+    """Return an id that is the same for processes of one machine that see the same files."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
     return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Say that this rank has arrived, and return whether all others arrive within `patience_secs`.
+    """Tell the other ranks that this one has arrived, and return whether each of them arrives in time.
 
-    Without patience it does not wait, and returns True.
+    In turn, each is waited for up to `patience_secs`. With 0 this rank waits for none, and the result is True.
     """
     if not has_other_ranks():
         return True
@@ -133,9 +141,9 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
 
 
 def check_alike(facts: Mapping[str, str]) -> None:
-    """Raise InputError, on every rank, for facts in which a rank differs from rank 0.
+    """Raise InputError, on every rank, if a rank has other facts than rank 0; `facts` are values by name.
 
-    A collective that depends on such a fact would hang, or compute something else, so it must come after this call.
+    Collectives that depend on these facts would hang, or compute something else, so they must come after this call.
     """
     if not has_other_ranks():
         return
@@ -155,6 +163,6 @@ def check_alike(facts: Mapping[str, str]) -> None:
 
 
 def barrier_before_exit() -> None:
-    """Wait for all ranks: rank 0 hosts the store, so nobody may still use it when rank 0 exits."""
+    """Wait for all ranks, as rank 0 must not exit while another rank uses the store that rank 0 serves."""
     if has_other_ranks():
         dist.barrier()
