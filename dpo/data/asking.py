@@ -1,14 +1,11 @@
 """Forms of prompts, and chat templates applied to messages."""
 
-import copy
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from dpo.data.schema import ASSISTANT, Messages, Prompt
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
 CHAT, HH, RAW = "chat", "hh", "raw"
@@ -19,7 +16,6 @@ MEANINGS = {
 }
 # by role, what begins a message in a dialogue in HH's format
 SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}
-MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 TURN = r"[A-Z]\w{0,15} ?:"  # a speaker, as in `USER: Hi ASSISTANT:`
 HEADER = re.compile(  # the header of an answer, at the end of a prompt
@@ -28,10 +24,6 @@ HEADER = re.compile(  # the header of an answer, at the end of a prompt
     r"|(<[^<>\s][^<>\n]*>\w*|\[/INST\])$"  # a control token, perhaps with a role, as in <start_of_turn>model
     rf"|(?:^|\s){TURN} (?:.|\n)*\s({TURN})$"
 )
-
-
-class TemplateRejects(Exception):
-    """A chat template cannot render messages."""
 
 
 def share_header(prompts: Sequence[str]) -> bool:
@@ -48,63 +40,9 @@ def is_dialogue(prompt: str) -> bool:
     return prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)
 
 
-def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Render messages to text. Raises TemplateRejects, whatever error the template raises."""
-    try:
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TypeError:
-            # A template may append the arguments of calls to text, as DeepSeek-V3's does. It needs them as JSON.
-            written = copy.deepcopy(messages)
-            functions = [call["function"] for message in written for call in message.get("tool_calls", ())]
-            if not functions:
-                raise
-            for function in functions:
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            return tokenizer.apply_chat_template(written, tokenize=False, **options)
-    except Exception as error:  # a template is a program, which may raise anything
-        raise TemplateRejects(one_sentence(error)) from error
-
-
 def is_prefilled(prompt: Messages) -> bool:
     """Whether a prompt ends in the beginning of an answer, which responses continue."""
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
-
-
-def render_open(tokenizer: Any, messages: Messages, *, tools: Any, continued: bool) -> str:
-    """Render messages up to the place where the answer goes on.
-
-    That is behind the generation prompt, or, if the last message is `continued`, behind this message's content. Raises
-    TemplateRejects.
-    """
-    if not continued:
-        return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
-    marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
-    text, mark, _ = apply_template(tokenizer, marked, tools=tools).rpartition(MARK)
-    if not mark:
-        raise TemplateRejects(f"it leaves out the beginning of the answer, {messages[-1]['content'][:80]!r}")
-    return text
-
-
-def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts, keys and numbers in a nested value, numbers as text."""
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from iterate_texts(item)
-    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
-        yield str(value)
-
-
-def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy messages or tools, with `change` applied to each text that is not a key."""
-    if isinstance(value, dict):
-        return {key: change_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [change_texts(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.data.asking import TemplateRejects, is_prefilled, render_open
+from dpo.data.asking import is_prefilled
 from dpo.data.schema import Messages, Prompt, naming
+from dpo.data.templates import TemplateRejects, bind_tools, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
@@ -258,9 +259,10 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    apply = bind_tools(encode.tokenizer, prompt.tools)
 
     def render(chat: Messages) -> str:
-        return render_open(encode.tokenizer, chat, tools=prompt.tools, continued=is_prefilled(messages))
+        return render_until_answer(apply, chat, continued=is_prefilled(messages))
 
     try:
         whole = render(messages)

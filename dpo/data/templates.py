@@ -3,20 +3,22 @@
 The assistant's messages are scored, each with the end of its turn.
 """
 
+import copy
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from dpo.data.asking import TemplateRejects, apply_template, is_prefilled, iterate_texts, render_open
+from dpo.data.asking import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
 from dpo.data.tokenization import compile_control, list_ends, remove_final_eos
-from dpo.errors import InputError, WarningLine
+from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
+MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
 SHOWN = 60  # characters beside a control token in a message
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 END_OF_THOUGHT = "</think>"
@@ -25,10 +27,85 @@ NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside 
 TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
 LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # in a note, between the template and a text
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
+CLOSED = (
+    "the chat template ends the prompt, where the model is served, with a text that the responses do not begin with, "
+    "so it is left out"
+)
 REWRITTEN = (
     "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
     "is scored: write one record for each answer to train on all"
 )
+
+Apply = Callable[..., str]  # renders messages with a tokenizer's template, as `apply_template` does
+
+
+# --- a template applied to messages --------------------------------------------------------------------------------
+
+
+class TemplateRejects(Exception):
+    """A chat template cannot render messages."""
+
+
+def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
+    """Render messages to text. Raises TemplateRejects, whatever error the template raises."""
+    try:
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except TypeError:
+            # A template may append the arguments of calls to text, as DeepSeek-V3's does. It needs them as JSON.
+            written = copy.deepcopy(messages)
+            functions = [call["function"] for message in written for call in message.get("tool_calls", ())]
+            if not functions:
+                raise
+            for function in functions:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            return tokenizer.apply_chat_template(written, tokenize=False, **options)
+    except Exception as error:  # a template is a program, which may raise anything
+        raise TemplateRejects(one_sentence(error)) from error
+
+
+def bind_tools(tokenizer: Any, tools: list | None) -> Apply:
+    """Return `apply_template` for this tokenizer and these tools."""
+    return partial(apply_template, tokenizer, tools=tools)
+
+
+def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) -> str:
+    """Render messages up to the place where the answer goes on.
+
+    That is behind the generation prompt, or, if the last message is `continued`, behind this message's content. Raises
+    TemplateRejects.
+    """
+    if not continued:
+        return apply(messages, add_generation_prompt=True)
+    *context, begun = messages
+    text, mark, _ = apply([*context, {**begun, "content": begun["content"] + MARK}]).rpartition(MARK)
+    if not mark:
+        raise TemplateRejects(f"it leaves out the beginning of the answer, {begun['content'][:80]!r}")
+    return text
+
+
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Yield the texts, keys and numbers in a nested value, numbers as text."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from iterate_texts(item)
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
+        yield str(value)
+
+
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Copy messages or tools, with `change` applied to each text that is not a key."""
+    if isinstance(value, dict):
+        return {key: change_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [change_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+# --- what is noticed -----------------------------------------------------------------------------------------------
 
 
 class Note(NamedTuple):
@@ -56,7 +133,11 @@ def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
         yield WarningLine(note) if n >= warned_from * n_records else note
 
 
-class Piece(NamedTuple):
+# --- texts of messages in the rendered text --------------------------------------------------------------------------
+
+
+@dataclass
+class Piece:
     """A text of a message or a tool, which should be in the rendered text."""
 
     index: int  # the message's; -1 for a tool
@@ -73,55 +154,55 @@ def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
     pieces = []
     for index, message in enumerate(messages):
         content = message.get("content") or ""
-        # a message may have the same thoughts under several keys
-        thoughts = {message.get(key) or "" for key in THOUGHTS}
+        thoughts = {message.get(key) or "" for key in THOUGHTS}  # the same may be under several keys
         if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may cut these thoughts
             thought, _, content = content.rpartition(END_OF_THOUGHT)
             content = content.lstrip("\n")
             thoughts.add(thought.removeprefix("<think>").strip("\n"))
-        pieces += (Piece(index, "thought", thought) for thought in sorted(thoughts))
+        for thought in sorted(thoughts):
+            pieces.append(Piece(index, "thought", thought))
         pieces.append(Piece(index, "content", content, may_move=message["role"] in ("system", "developer")))
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            pieces += (Piece(index, "call", text) for text in (function["name"], *iterate_texts(function["arguments"])))
-    functions = [tool.get("function") for tool in tools or ()]
-    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
-    pieces += (Piece(-1, "tool", name, may_move=True) for name in names if isinstance(name, str))
+            for text in iterate_texts([call["function"]["name"], call["function"]["arguments"]]):
+                pieces.append(Piece(index, "call", text))
+    for tool in tools or ():
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            pieces.append(Piece(-1, "tool", name, may_move=True))
     return [piece for piece in pieces if piece.text.strip()]
 
 
-def find_pieces(pieces: Sequence[Piece], rendered: str) -> list[Piece]:
-    """Look for pieces in the rendered text; return all, those that are found with their place.
+def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piece]:
+    """Look for the texts of messages and tools in the rendered text; return all, in the order of the messages.
 
     No two overlap. The longest are looked for first, so that a short one does not take a place inside them. A piece is
-    between those of the messages before and after its own. Within its message it is behind the pieces before it, or
-    else anywhere, as templates write calls in other orders.
+    between those of the messages before and after its own, and behind the thoughts of its message. Calls may be written
+    in any order.
     """
-    found = list(pieces)
-    for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number].text)):
-        piece = pieces[number]
-        low = 0  # where what was found of earlier messages ends
-        last = 0  # where what was found of all earlier pieces ends, also of this message; never before `low`
-        high = len(rendered)  # where what was found of later messages begins
-        for i, other in enumerate(found):
-            if not other.end or piece.may_move or other.may_move:
-                continue
-            if i < number:
-                last = max(last, other.end)
-            if other.index < piece.index:
+    pieces = list_pieces(messages, tools)
+    placed = []  # what was found of pieces that may not move
+    for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
+        low = 0
+        high = len(rendered)
+        for other in placed:
+            if piece.may_move:
+                break
+            if other.index < piece.index or (other.index == piece.index and other.kind == "thought"):
                 low = max(low, other.end)
             elif other.index > piece.index:
                 high = min(high, other.start)
         for spelled, change in _spell(piece.text):
-            start = _find_words(spelled, rendered, last, high)
-            if start < 0:
-                start = _find_words(spelled, rendered, low, high)
-            if start >= 0:
-                end = start + len(spelled)
-                rendered = rendered[:start] + TAKEN * len(spelled) + rendered[end:]
-                found[number] = piece._replace(change=change, start=start, end=end)
+            begin = _find_words(spelled, rendered, low, high)
+            if begin >= 0:
+                piece.change = change
+                piece.start = begin
+                piece.end = begin + len(spelled)
+                rendered = rendered[:begin] + TAKEN * len(spelled) + rendered[piece.end :]
+                if not piece.may_move:
+                    placed.append(piece)
                 break
-    return found
+    return pieces
 
 
 def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
@@ -147,6 +228,51 @@ def _spell(text: str) -> Iterator[tuple[str, str]]:
         yield json.dumps(once, ensure_ascii=is_ascii)[1:-1], ""  # calls may have arguments that are JSON in JSON
 
 
+def _note_changes(found: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
+    """Add to `notes` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
+    for piece in found:
+        if not piece.change:
+            continue
+        # templates drop the thoughts before the user's last turn when the model is served, too: no warning
+        is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
+        if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
+            notes.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
+            continue
+        changed = "tools"
+        if piece.kind != "tool":
+            changed = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
+        notes.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
+
+
+def _refuse_lost(
+    found: Sequence[Piece], messages: Messages, role: str, what: str, is_rendered: Callable[[Messages], bool]
+) -> None:
+    """Raise InputError if the template leaves out all that a role says; `what` is this in the message.
+
+    It does if no text is found, and if the messages still render to the same text (`is_rendered`) once those of the
+    role are empty.
+    """
+    own = [piece for piece in found if piece.kind != "tool" and messages[piece.index]["role"] == role]
+    if any(piece.change != LEAVES_OUT for piece in own):
+        return
+    emptied = list(messages)  # blank messages stay as they are
+    for piece in own:
+        emptied[piece.index] = {"role": role, "content": ""}
+    try:
+        is_lost = is_rendered(emptied)
+    except TemplateRejects:
+        return
+    if is_lost:
+        first = own[0].text if own else ""
+        raise InputError(
+            f"the chat template leaves out all {what}, such as {shorten(first)} of role {role!r}: use roles that it "
+            f"renders, {FIX}, or remove the record"
+        )
+
+
+# --- prompts and responses -------------------------------------------------------------------------------------------
+
+
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -165,65 +291,32 @@ class ChatTemplate:
             raise InputError(
                 f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
             )
-        before, answers, tools = prompt.messages or [], prompt.responses, prompt.tools
-        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in answers)
-        chats = [before + answer for answer in answers]
-        if continued:
-            *context, begun = before
-            chats = [
-                [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
-                for first, *others in answers
-            ]
-        n_before = len(before) - continued  # a continued message is the first of an answer
-        control = self._find_control(prompt, [chat[n_before:] for chat in chats])
-        render_whole = partial(apply_template, self.tokenizer, tools=tools)
-        render_prompt = partial(render_open, self.tokenizer, tools=tools, continued=continued)
+        before = prompt.messages or []
+        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
+        chats = [_join(before, answer, continued) for answer in prompt.responses]
+        control = self._find_control(prompt, [chat[len(before) - continued :] for chat in chats])
+        apply = bind_tools(self.tokenizer, prompt.tools)
+        texts = []
+        cuts = []
         try:
-            dialogues = [render_whole(chat) for chat in chats]
-            open_text = render_prompt(before)
-            text = self._cut_prompt(open_text, before, tools, dialogues, continued=continued)
+            dialogues = [apply(chat) for chat in chats]
+            render = partial(render_until_answer, apply, continued=continued)
+            open_text = render(before)
             if control:  # said only now, as the template may reject the messages as well
                 raise InputError(control)
+            text = self._cut_prompt(apply, before, open_text, dialogues, continued=continued)
             if text is None:
                 raise InputError(
-                    f"the chat template renders the prompt differently once a response follows, so it is not "
-                    f"known where the response starts: {FIX}, or use text instead"
+                    f"the chat template renders the prompt differently once a response follows, so it is not known "
+                    f"where the response starts: {FIX}, or use text instead"
                 )
-            if len(text) < len(open_text):
-                what = (
-                    "the chat template ends the prompt, where the model is served, with a text that the responses do "
-                    "not begin with, so it is left out"
-                )
-                notes[what] = Note(open_text[len(text) :])
-            found = find_pieces(list_pieces(before, tools), text)
-            _note_changes(found, before, "prompts", notes)
-            roles = [message["role"] for message in before]
-            others = [role for role in roles if role not in ASK_NOTHING]
-            # the user asks, or, without user turns, a role that only this template may know, or else whoever is first
-            asking = next(role for role in ("user", *others, *roles) if role in roles)
-            lost = _find_lost(asking, before, found, render_prompt, open_text)
-            if lost is not None:
-                raise InputError(
-                    f"the chat template leaves out all that is asked, such as {shorten(lost)} of role {asking!r}: use "
-                    f"roles that it renders, such as user, or {FIX}"
-                )
-            texts = []
-            cuts = []
-            for chat, answer, dialogue in zip(chats, answers, dialogues, strict=True):
-                found = find_pieces(list_pieces(answer), dialogue[len(text) :])
-                _note_changes(found, answer, "responses", notes)
-                lost = _find_lost("assistant", answer, found, render_whole, dialogue, chat[: -len(answer)])
-                if lost is not None:
-                    raise InputError(
-                        f"the chat template leaves out all of an answer, such as {shorten(lost)}: {FIX}, or remove the "
-                        f"record"
-                    )
-                spans = self._find_scored(chat, answer, tools, dialogue, len(text), found, notes)
-                response, response_cuts = _cut_response(dialogue, len(text), spans)
+            _check_prompt(render, before, prompt.tools, open_text, text, notes)
+            for chat, answer, dialogue in zip(chats, prompt.responses, dialogues, strict=True):
+                response, response_cuts = self._cut_response(apply, chat, answer, dialogue, len(text), notes)
                 texts.append(remove_final_eos(response, self.tokenizer))
                 cuts.append(response_cuts)
         except TemplateRejects as error:
-            what = "messages or tools" if tools else "messages"
+            what = "messages or tools" if prompt.tools else "messages"
             reason = f"the tokenizer's chat template rejects these {what}: {error}"
             raise InputError(f"{control}; {reason}" if control else reason) from error
         return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
@@ -233,26 +326,24 @@ class ChatTemplate:
         names = ["the prompt", *(f"response {i}" for i in range(1, len(answers) + 1))]
         if prompt.examples == [{"chosen": 0, "rejected": 1}]:
             names = ["the prompt", "chosen", "rejected"]
-        for place, messages in zip(names, (prompt.messages or [], *answers), strict=True):
+        values = []
+        for name, messages in zip(names, (prompt.messages or [], *answers), strict=True):
             for message in messages:
                 for key, value in message.items():
-                    if problem := self._find_control_in(value):
-                        return f"{key} of a message of role {message['role']!r} in {place} has {problem}"
-        problem = self._find_control_in(prompt.tools)
-        return f"a tool has {problem}" if problem else ""
-
-    def _find_control_in(self, value: Any) -> str:
-        """Say which control token is in a nested value; "" if there is none."""
-        text = "\n".join(iterate_texts(value))
-        check_unicode(text, "a message or tool")
-        token = compile_control(self.tokenizer).search(text)
-        if token is None:
-            return ""
-        around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
-        return f"the control token {token[0]!r}, which only the chat template may write: remove it from {around!r}"
+                    values.append((f"{key} of a message of role {message['role']!r} in {name}", value))
+        for name, value in (*values, ("a tool", prompt.tools)):
+            text = "\n".join(iterate_texts(value))
+            check_unicode(text, name)
+            if token := compile_control(self.tokenizer).search(text):
+                around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
+                return (
+                    f"{name} has the control token {token[0]!r}, which only the chat template may write: remove it "
+                    f"from {around!r}"
+                )
+        return ""
 
     def _cut_prompt(
-        self, open_text: str, prompt: Messages, tools: Any, dialogues: Sequence[str], *, continued: bool = False
+        self, apply: Apply, messages: Messages, open_text: str, dialogues: Sequence[str], *, continued: bool = False
     ) -> str | None:
         """Cut a rendered prompt, `open_text`, where any of the dialogues goes on differently.
 
@@ -262,7 +353,7 @@ class ChatTemplate:
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
             return open_text
-        closed_text = open_text if continued else apply_template(self.tokenizer, prompt, tools=tools)
+        closed_text = open_text if continued else apply(messages)
         if not shared.startswith(closed_text):
             return None
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
@@ -270,113 +361,104 @@ class ChatTemplate:
         # The common text may end inside a token: <think> and <tool_call> begin with <t. So cut behind the last token
         # that all have in common.
         encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
-        same = takewhile(lambda tokens: len({*tokens}) == 1, zip(*encoded["input_ids"], strict=False))
-        end = max((end for _, (_, end) in zip(same, encoded["offset_mapping"][0], strict=False)), default=0)
-        return open_text[: max(len(closed_text), end)]
+        end = len(closed_text)
+        columns = zip(*encoded["input_ids"], strict=False)
+        for ids, (_, token_end) in zip(columns, encoded["offset_mapping"][0], strict=False):
+            if len(set(ids)) > 1:
+                break
+            end = max(end, token_end)
+        return open_text[:end]
 
-    def _find_scored(
-        self,
-        chat: Messages,
-        answer: Messages,
-        tools: Any,
-        dialogue: str,
-        start: int,
-        found: Sequence[Piece],
-        notes: Notes,
-    ) -> list[tuple[int, int]]:
-        """Find the scored turns of an answer, as (begin, end) positions in its dialogue, where it begins at `start`.
+    def _cut_response(
+        self, apply: Apply, chat: Messages, answer: Messages, dialogue: str, start: int, notes: Notes
+    ) -> tuple[str, list[int]]:
+        """Cut the response out of the dialogue, in which it begins at `start` and ends with its last scored turn.
 
-        A turn ends with the first end token behind what it says, or, without one, where the template ends it. If the
-        template renders turns differently before others, only the last one is scored. `found` has the answer's pieces,
-        as positions in the answer's text.
+        Returns its text, and its unscored parts as [start, end, start, end, ...], positions in this text. A scored turn
+        ends with the first end token behind what it says, or, without one, where the template ends it.
         """
         first = len(chat) - len(answer)
-        last = len(chat) - 1
-        turns = []  # the assistant's: number of the message, where it begins, and where the template ends it
+        found = find_pieces(answer, dialogue[start:])
+        _note_changes(found, answer, "responses", notes)
+        _refuse_lost(found, answer, "assistant", "of an answer", lambda said: apply(chat[:first] + said) == dialogue)
+        turns = self._find_turns(apply, chat, first, dialogue, start)
+        if turns is None:
+            begin = self._find_begin(apply, chat[:-1], dialogue)
+            if begin is None or begin < start:
+                raise InputError(
+                    f"the chat template leaves out or moves the last answer, so it is not known which text is scored: "
+                    f"{FIX}, use responses of one message, or remove {shorten(chat[-1])}"
+                )
+            notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
+            turns = [(len(chat) - 1, begin, len(dialogue))]
+        cuts = []
+        scored_end = start
+        next_begins = [begin for _, begin, _ in turns[1:]]
+        for (i, begin, end), limit in zip(turns, [*next_begins, len(dialogue)], strict=True):
+            if not is_scored(answer[i - first]):
+                continue
+            if begin > scored_end:
+                cuts += (scored_end - start, begin - start)
+            said_until = max([begin, *(start + piece.end for piece in found if piece.index == i - first)])
+            token = self._ends.search(dialogue, said_until, limit)
+            scored_end = token.end() if token else end
+        if scored_end == start:
+            raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
+        return dialogue[start:scored_end], cuts
+
+    def _find_turns(
+        self, apply: Apply, chat: Messages, first: int, dialogue: str, start: int
+    ) -> list[tuple[int, int, int]] | None:
+        """Find the assistant's turns from the message `first` on, which begins at `start` in the dialogue.
+
+        Returns for each the number of its message, where it begins, and where the template ends it; None if the
+        template renders turns differently before others.
+        """
+        turns = []
+        end = start
         for i in range(first, len(chat)):
             if chat[i]["role"] != "assistant":
                 continue
-            begin = start if i == first else self._find_begin(chat[:i], tools, dialogue)
-            turn = dialogue if i == last else apply_template(self.tokenizer, chat[: i + 1], tools=tools)
+            begin = start if i == first else self._find_begin(apply, chat[:i], dialogue)
+            turn = dialogue if i == len(chat) - 1 else apply(chat[: i + 1])
             turn = remove_final_eos(turn, self.tokenizer)  # some templates write it behind the last turn alone
-            if begin is None or (turns and begin < turns[-1][2]) or not dialogue.startswith(turn):
-                begin = self._find_begin(chat[:-1], tools, dialogue)
-                if begin is None or begin < start:
-                    raise InputError(
-                        f"the chat template leaves out or moves the last answer, so it is not known which text is "
-                        f"scored: {FIX}, use responses of one message, or remove {shorten(chat[-1])}"
-                    )
-                notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
-                turns = [(last, begin, len(dialogue))]
-                break
-            turns.append((i, begin, len(turn)))
-        spans = []
-        # the end token is looked for up to the next turn, or to the end of the dialogue
-        for (i, begin, end), (_, limit, _) in pairwise([*turns, (last, len(dialogue), 0)]):
-            if is_scored(answer[i - first]):
-                said_until = max((piece.end for piece in found if piece.index == i - first), default=0)
-                token = self._ends.search(dialogue, max(begin, start + said_until), limit)
-                spans.append((begin, token.end() if token else end))
-        if not spans:
-            raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
-        return spans
+            if begin is None or begin < end or not dialogue.startswith(turn):
+                return None
+            end = len(turn)
+            turns.append((i, begin, end))
+        return turns
 
-    def _find_begin(self, messages: Messages, tools: Any, dialogue: str) -> int | None:
+    def _find_begin(self, apply: Apply, messages: Messages, dialogue: str) -> int | None:
         """Find where the assistant's turn after these messages begins; None if the dialogue does not have it."""
         try:
-            open_text = render_open(self.tokenizer, messages, tools=tools, continued=False)
-            before = self._cut_prompt(open_text, messages, tools, [dialogue])
+            open_text = render_until_answer(apply, messages, continued=False)
+            before = self._cut_prompt(apply, messages, open_text, [dialogue])
         except TemplateRejects:
             return None
         return None if before in (None, dialogue) else len(before)
 
 
-def _note_changes(found: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
-    """Add to `notes` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
-    for piece in found:
-        if not piece.change:
-            continue
-        # templates drop the thoughts before the user's last turn when the model is served, too: no warning
-        is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
-        if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
-            notes.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
-            continue
-        changed = "tools"
-        if piece.kind != "tool":
-            changed = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
-        notes.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
+def _join(before: Messages, answer: Messages, continued: bool) -> Messages:
+    """Join a prompt and an answer to a chat; if `continued`, the answer's first message continues the prompt's last."""
+    if not continued:
+        return before + answer
+    *context, begun = before
+    first, *others = answer
+    return [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
 
 
-def _find_lost(
-    role: str, messages: Messages, found: Sequence[Piece], render: Callable, rendered: str, before: Sequence = ()
-) -> str | None:
-    """Return the first text of a role if the template leaves out all that the role says, else None.
+def _check_prompt(
+    render: Apply, messages: Messages, tools: list | None, open_text: str, text: str, notes: Notes
+) -> None:
+    """Note what the template changes in a prompt; `text` is how the rendered one, `open_text`, begins.
 
-    It does if no text is found, and the rendered text is the same once the role's messages are empty. `render` renders
-    `before` and `messages`. The text is "" if the role says nothing.
+    Raises InputError if all that is asked is left out.
     """
-    own = [piece for piece in found if messages[piece.index]["role"] == role and piece.index >= 0]
-    if any(piece.change != LEAVES_OUT for piece in own):
-        return None
-    emptied = list(messages)  # blank messages stay as they are
-    for piece in own:
-        emptied[piece.index] = {"role": role, "content": ""}
-    try:
-        is_same = render([*before, *emptied]) == rendered
-    except TemplateRejects:
-        return None
-    return "".join(piece.text for piece in own[:1]) if is_same else None
-
-
-def _cut_response(dialogue: str, start: int, spans: Sequence[tuple[int, int]]) -> tuple[str, list[int]]:
-    """Cut the response off after its last scored turn, and list its unscored parts as [start, end, start, end, ...].
-
-    The spans are the scored turns, as positions in the dialogue; the unscored parts are positions in the response.
-    """
-    cuts = []
-    scored_end = start
-    for begin, end in spans:
-        if begin > scored_end:
-            cuts += (scored_end - start, begin - start)
-        scored_end = end
-    return dialogue[start:scored_end], cuts
+    if len(text) < len(open_text):
+        notes[CLOSED] = Note(open_text[len(text) :])
+    found = find_pieces(messages, text, tools=tools)
+    _note_changes(found, messages, "prompts", notes)
+    roles = [message["role"] for message in messages]
+    # the user asks, or, without user turns, a role that only this template may know, or else whoever is first
+    asking = min(roles, key=lambda role: (role != "user", role in ASK_NOTHING))
+    _refuse_lost(found, messages, asking, "that is asked", lambda said: render(said) == open_text)

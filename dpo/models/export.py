@@ -22,7 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
-from dpo.data.asking import CHAT, HH, MEANINGS, RAW, apply_template
+from dpo.data.asking import CHAT, HH, MEANINGS, RAW
+from dpo.data.templates import apply_template
 from dpo.data.tokenization import list_ends
 from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
 from dpo.errors import InputError, RunError, WarningLine, explaining, one_sentence

@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.asking import TemplateRejects, apply_template, as_messages, change_texts, write_dialogue
+from dpo.data.asking import as_messages, write_dialogue
 from dpo.data.schema import Prompt
+from dpo.data.templates import TemplateRejects, apply_template, change_texts
 from dpo.data.tokenization import TextEncoder, remove_control
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
