@@ -15,7 +15,6 @@ from typing import Any
 from dpo.data.asking import CHAT
 from dpo.data.examples import encode_examples, list_examples, read_examples
 from dpo.data.loading import find_trains_on, identify_dataset, load_splits
-from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.report import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
 from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain_refusal, write_lines
 from dpo.data.table import FOLDER, Facts, PromptTable, find_or_build, number_prompts, read_facts, write_prompts
@@ -162,7 +161,9 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
     encode = TextEncoder(tokenizer)
     trains_on = find_trains_on(plan)
     limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-    counters = {split: SplitCounter(encode, trains_on=trains_on, **limits) for split in SPLITS}
+    train_counter = SplitCounter(encode, trains_on=trains_on, **limits)
+    test_counter = SplitCounter(encode, trains_on=trains_on, training=train_counter.digests, **limits)
+    counters = {"train": train_counter, "test": test_counter}
     notes = []
     test_splits = []
 
@@ -189,7 +190,6 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
             test_splits.append((name, loaded[1]))
             yield name, loaded[0]
 
-    tables = {}
     # once the train table is written, all datasets are loaded, and `test_splits` is complete
     for split, splits in zip(SPLITS, (load_train_splits(), test_splits), strict=True):
         prompts = number_prompts(splits, keep_all=trains_on == "prompts")
@@ -201,14 +201,12 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
         path = directory / f"{split}.jsonl"
         report = counter.report
         report.digest = write_prompts(path, counter.count_texts(prompts))
-        tables[split] = PromptTable(path)
-        counter.count_tokens(tables[split])
+        counter.count_tokens(PromptTable(path))
         if not (report.prompts if plan.online else report.examples):
             too_long = f"{report.too_long:,} are too long: raise max_length, or set truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
     facts = {split: asdict(counter.report) for split, counter in counters.items()}
-    facts["test"] |= find_near_duplicates(tables["train"], tables["test"], tokenizer)
     warnings = [note.text for note in notes if isinstance(note, WarningLine)]
     plain = [note for note in notes if not isinstance(note, WarningLine)]
     return {**facts, "notes": plain, "warnings": warnings, "largest": encode.largest_id}

@@ -3,7 +3,7 @@
 import hashlib
 import random
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -11,15 +11,18 @@ import numpy as np
 
 from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
+from dpo.data.near_duplicates import make_digests
 from dpo.data.schema import WARNED_FROM, Prompt, naming
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
 from dpo.errors import WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.redaction import redact
 
 SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
+NAMED, SHOWN = 3, 100  # near-duplicates, and characters of each
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 PRINTED = (  # counts for the terminal
@@ -52,9 +55,9 @@ class SplitReport:
     too_long: int = 0  # examples that truncation=drop has left out
     identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
-    prompts_like_train: int | None = None  # prompts of the test split that training has too
-    answers_in_train: int | None = None  # examples of the test split with an answer that training has too
-    like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
+    prompts_like_train: int = 0  # prompts of the test split that training has too
+    answers_in_train: int = 0  # examples of the test split with an answer that training has too
+    like_train: list[str] = field(default_factory=list)  # the first texts of both
     effective_examples: float | None = None  # effective sample size, (sum w)^2 / sum w^2; None without weights
     desirable: int = 0  # labelled examples by their label
     undesirable: int = 0
@@ -110,19 +113,25 @@ class SplitReport:
             if n and n >= WARNED_FROM * total:
                 leaks.append(f"{n:,} of {total:,} held-out {what}")
         if leaks:
-            held_out, training = self.like_train[0].values()
             yield (
                 f"{' and '.join(leaks)}, so held-out results look too good: move duplicates into one split, such as "
-                f"{held_out!r}, which is {training!r} in training"
+                f"{self.like_train[0]!r}"
             )
 
 
 class SplitCounter:
-    """Counts all texts of a split, then the tokens of a small split or of a sample."""
+    """Counts all texts of a split, then the tokens of a small split or of a sample.
 
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", **limits: int):
+    A counter of the test split needs the `digests` of the one that has counted the train split, as `training`.
+    """
+
+    def __init__(
+        self, encode: TextEncoder, *, trains_on: str = "pairs", training: Set[int] | None = None, **limits: int
+    ):
         self.encode = encode
         self.trains_on = trains_on
+        self.digests: set[int] = set()
+        self._training = training
         self.limits = limits
         self.report = SplitReport()
         self._weights = array("d")
@@ -135,6 +144,7 @@ class SplitCounter:
             self._check_texts(prompt)
             self.report.prompts += 1
             self._note_format(prompt)
+            self._compare(prompt)
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
@@ -167,6 +177,26 @@ class SplitCounter:
         formats = self.report.prompt_formats
         if formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
             formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
+
+    def _compare(self, prompt: Prompt) -> None:
+        """Count what training has too; or, in training, keep the digests."""
+        digests = make_digests(prompt, self.encode.tokenizer)
+        if self._training is None:
+            self.digests.update(filter(None, digests))
+            return
+        report = self.report
+        asked, *answers = (digest in self._training for digest in digests)
+        shared = []
+        if asked:
+            report.prompts_like_train += 1
+            shared.append(prompt.written)
+        for example in prompt.examples:
+            same = [prompt.responses[i] for i in example.values() if answers[i]]
+            report.answers_in_train += bool(same)
+            shared += same[:1]
+        for text in shared[: NAMED - len(report.like_train)]:
+            shown = " ".join(compile_control(self.encode.tokenizer).sub(" ", text).split())
+            report.like_train.append(redact(shown)[-SHOWN:])
 
     def _count_example(self, prompt: Prompt, index: int) -> None:
         report = self.report
