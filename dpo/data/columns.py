@@ -35,7 +35,7 @@ TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference
 class Columns(NamedTuple):
     used: dict[str, str]  # the column of each field
     unused: list[str]  # columns
-    verdict: str | None = None  # the column that says which of two responses is better
+    verdict: str = ""  # the column that says which of two responses is better
     sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
 
     def describe(self, n_ties: int) -> str:
@@ -96,11 +96,10 @@ def recognize(
             f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
     candidates = _find_candidates(present, configured)
-    verdict = None
-    sides = {}
-    # Rejected texts need no verdict. But a column such as `loser` may say "a" or "b", which are no texts.
-    rejected_sides = {_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows}
-    if rejected_sides != {""} and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
+    verdict, sides = "", {}
+    # Rejected texts need no verdict. But most values of a column such as `loser` may be "a" or "b", which are no texts.
+    rejected_sides = [_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows]
+    if 2 * rejected_sides.count("") <= len(rejected_sides) and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(objects, present, origin)
     # in any order: `Columns.find_fields` says for each row which of the two is chosen
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
@@ -113,15 +112,24 @@ def recognize(
         candidates["prompt"] = candidates["prompt"] or candidates["messages"]
     form, is_clear = _choose_form(FORMS[trains_on], candidates, configured)
     # no message advises to name chosen and rejected if a verdict tells them apart in each row
-    to_name = [field for field in form if not verdict or field not in WHOLE_PAIR_FIELDS]
+    to_name = [field for field in form if not sides or field not in WHOLE_PAIR_FIELDS]
     if not is_clear:
         if isinstance(rows[0], TableRow) and not any(candidates.values()):
             _refuse_table_without_names(present, origin)
         forms = " or ".join(f"({', '.join(each)})" for each in FORMS[trains_on])
+        other_way = ""
+        if verdict and "rejected" in form and not sides:
+            other_way = (
+                f"; or, if {verdict} says which response is better, call the responses response_a and response_b, and "
+                f"write a or b in {verdict}"
+            )
         raise InputError(
             f"training on {trains_on} needs the columns {forms}, and it is not clear which of {', '.join(present)} in "
             f"{origin} are these: name them, as in {_write_override(key, to_name, candidates)} (docs/formats.md)"
+            f"{other_way}"
         )
+    if "rejected" not in form or not sides:
+        verdict, sides = "", {}
     fields = [*form, TOOLS]
     if "prompt" in form:
         fields.append("input")
@@ -151,12 +159,14 @@ def _choose_form(
 ) -> tuple[tuple[str, ...], bool]:
     """Choose the first form with a column for each field, or else the one that lacks the fewest.
 
-    The form must have the fields that the config maps. Also returns whether it has exactly one column for each field.
+    Of those that lack as few, a form of which no pairs can be made goes first. The form must have the fields that the
+    config maps. Also returns whether it has exactly one column for each field.
     """
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
     found = [form for form in fitting if all(candidates[field] for field in form)]
     if not found:
-        return max(fitting or forms, key=lambda form: sum(bool(candidates[field]) for field in form)), False
+        n_found = {form: sum(bool(candidates[field]) for field in form) for form in fitting or forms}
+        return max(n_found, key=lambda form: (n_found[form], form not in FORMS["pairs"])), False
     return found[0], all(len(candidates[field]) == 1 for field in found[0])
 
 
@@ -221,20 +231,17 @@ def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
     return len(columns) == 1 and any(not WORD.fullmatch(str(row.get(columns[0], ""))) for row in rows)
 
 
-def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str | None, dict[str, str]]:
-    """Find a column that names the better of two responses, and the columns of these.
+def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str, dict[str, str]]:
+    """Find a column that may name the better of two responses ("" if there is none), and the columns of these.
 
-    Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `(None, {})` if there is none.
+    Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `("winner", {})`.
     """
     by_name = {}
     for column in present:  # such as `winner`, or `better_response_id`
-        name = normalize(column)
-        for suffix in ("id", "index", "response", "answer"):
-            name = name.removesuffix(suffix)
-        by_name[name] = column
-    verdict = next((by_name[word] for word in VERDICTS if word in by_name), None)
-    if verdict is None:
-        return None, {}
+        by_name[_remove_noun(normalize(column).removesuffix("id").removesuffix("index"))] = column
+    verdict = next((by_name[word] for word in VERDICTS if word in by_name), "")
+    if not verdict:
+        return "", {}
     better_sides = {_find_side(row.get(verdict)) for row in rows}
     longest_first = sorted(present, key=len, reverse=True)  # of `answer_1_text` and `answer_1`, the last one stays
     for noun in NOUNS:
@@ -250,7 +257,7 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
                 f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
             )
         return verdict, sides
-    return None, {}
+    return verdict, {}
 
 
 def _find_side(value: Any) -> str:

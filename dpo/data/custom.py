@@ -88,7 +88,7 @@ def get_custom(
         rows, columns, name=name, origin=origin, trains_on=wanted.trains_on, with_margins=wanted.with_margins
     )
     used = recognized.used
-    has_pairs = "rejected" in used or recognized.verdict is not None
+    has_pairs = "rejected" in used
     if has_pairs:
         wanted.check_pairs(name)
     reader = make_reader(rows, Reader(recognized, tokenizer, origin, wanted))

@@ -98,7 +98,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             f"are these: name them, as in '{KEY}={UNCLEAR}'",
         ),
         # a column that may say which response is better is no response, nor is each first response the better one
-        ("question text_x text_y winner", "pairs", {}, UNCLEAR),
+        ("question text_x text_y winner", "pairs", {}, "or, if winner says which response is better, call"),
         ("question one two loser", "pairs", {}, UNCLEAR),
         ("question my_answer_a my_answer_b winner", "pairs", {}, UNCLEAR),
         ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
@@ -110,6 +110,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             f"as in '{KEY}={{prompt: query, chosen: accepted, rejected: rejected}}'",
         ),
         ("a 话题", "targets", {"completion": "话题"}, 'columns={prompt: COLUMN, completion: "话题"}'),
+        ("user assistant", "targets", {}, "{prompt: COLUMN, completion: COLUMN}"),
         ("messages thumb", "labels", {}, "columns={messages: messages, label: COLUMN}"),
         ("prompt chosen", "pairs", {"chosen": "chosen", "rejected": "chosen"}, "must be different columns"),
         ("prompt chosen rejected", "pairs", {"chosen": "best"}, "columns gives best, which must be"),
@@ -137,7 +138,7 @@ def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_ov
         ("model_a_response model_b_response", "winner", ["model_a", "model_b", "model_b_response", "tie"], "xyy-"),
         # ! a record that is refused
         ("answer_1 answer_2 answer_1_text", "winner", [1, 2], "xy"),
-        ("response_a response_b", "winner", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
+        ("Output_A Output_B", "Preferred Output", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
     ],
 )
 def test_a_column_may_say_which_response_is_better(columns, verdict, values, chosen, tokenizer):
@@ -159,6 +160,8 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
 def test_two_columns_may_name_the_better_and_the_worse_response():
     row = {"question": "Is it?", **NAMED, "loser": "model_b"}
     assert find(row).find_fields(row) == {"prompt": "question", "chosen": "answer_a", "rejected": "answer_b"}
+    rows = [row | PAIR | {"rejected": text} for text in ("B", *LABELS)]
+    assert not recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").sides  # "B" is a text here
 
 
 @pytest.mark.parametrize(
