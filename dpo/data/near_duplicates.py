@@ -7,7 +7,7 @@ from typing import Any
 from dpo.data.schema import Prompt
 from dpo.data.tokenization import compile_control
 
-FEWEST_WORDS = 5  # of an answer; a shorter one, such as "Yes.", is the same by chance
+FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
 CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff]")  # characters of Chinese or Japanese, which have no space between words
 
 

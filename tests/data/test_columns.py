@@ -160,8 +160,8 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
 def test_two_columns_may_name_the_better_and_the_worse_response():
     row = {"question": "Is it?", **NAMED, "loser": "model_b"}
     assert find(row).find_fields(row) == {"prompt": "question", "chosen": "answer_a", "rejected": "answer_b"}
-    rows = [row | PAIR | {"rejected": text} for text in ("B", *LABELS)]
-    assert not recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").sides  # "B" is a text here
+    rows = [{**row, "loser": text} for text in ("B", *LABELS)]  # "B" is a text here
+    assert not recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").sides
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def test_an_answer_of_five_words_is_found_whichever_its_role(tokenizer, chosen, 
     train = [prompt_of("q", "It lasts ten hours or more.", "Ten hours."), prompt_of("q", "電池は持つ", "電池は")]
     report = find(tokenizer, train, [prompt_of("Another question", chosen, rejected)])
     assert (report.prompts_like_train, report.answers_in_train) == (0, n)
-    assert len([*report.find_leaks()]) == n
 
 
 def test_below_one_percent_nothing_is_said():
