@@ -54,7 +54,8 @@ def main(config: DictConfig) -> None:
     except SystemExit as ending:
         if ending.code not in (1, 2):  # a stop signal ends the sweep
             raise
-        raise RunError("this job failed for the reason above") from None  # Hydra goes on, and ends with status 1
+        # Hydra goes on with the next job, and ends with status 1
+        raise RunError("this job failed for the reason above") from None
 
 
 def run_or_exit(plan: Plan) -> None:
@@ -99,13 +100,7 @@ def run(plan: Plan) -> None:
         raise
 
 
-def work(
-    rank: int,
-    world_size: int,
-    plan: Plan,
-    models: tuple | None = None,
-    printed: Mapping[str, str] = {},
-) -> None:
+def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, printed: Mapping[str, str] = {}) -> None:
     """Do the work of process `rank`.
 
     `world_size` is not used, as the plan has it; `launch` passes it to any worker. `models` are policy and reference of
@@ -132,13 +127,7 @@ def explaining_exits() -> Iterator:
         raise RunError(f"a plugin or other code of yours called sys.exit({ending.code!r})") from ending
 
 
-def worker_main(
-    rank: int,
-    world_size: int,
-    config: DictConfig,
-    policy: Any,
-    reference_model: Any = None,
-) -> None:
+def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, reference_model: Any = None) -> None:
     """Train a caller's models in one of `world_size` processes, as `torch.multiprocessing.spawn` starts them.
 
     The processes form a group at `config.fsdp_port`, unless they have formed one already. Each must call this.

@@ -102,9 +102,7 @@ class Trainer(TrainerParts):
         metrics = []  # per microbatch, for `reduce_metrics`
         for i, microbatch in enumerate(batch.microbatches, start=1):
             announce_backward(
-                self.policy,
-                is_last=i == len(batch.microbatches),
-                reduce_once=self.plan.fsdp.fsdp_reduce_once,
+                self.policy, is_last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.fsdp_reduce_once
             )
             microbatch = microbatch.to(objective.device)
             losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
@@ -130,14 +128,7 @@ class Trainer(TrainerParts):
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}
         if objective.loss_scale.is_adapted:
             means["loss_scale"] = objective.loss_scale.value
-        update = Update(
-            self.batch_counter,
-            self.example_counter,
-            batch.examples,
-            reduced.examples,
-            means,
-            batch.drawn,
-        )
+        update = Update(self.batch_counter, self.example_counter, batch.examples, reduced.examples, means, batch.drawn)
         is_allowed = self.callbacks.allow(update)
         if is_allowed and not objective.loss_scale.adapt(means["grad_norm"]):
             self.progress.line(
@@ -162,8 +153,8 @@ class Trainer(TrainerParts):
     def step_optimizer(self, number: int) -> dict[str, float]:
         """Step the optimizer for update `number`; return further metrics of it, by name.
 
-        At the first step at the full learning rate, measure which share of 16-bit weights it changes, and warn if the
-        share is small.
+        At the first step at the full learning rate, rank 0 measures which share of its 16-bit weights the step changes,
+        and warns if the share is small.
         """
         # `last_epoch` counts the steps before this one; if the run ends within its warm-up, its last step is measured
         is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
@@ -198,7 +189,7 @@ class Trainer(TrainerParts):
         if self.batch_counter == 0 and self.plan.training.self_test:
             self.progress.line(self_test(self.objective, self.evaluator.prompts[0], self.plan))
         if self.plan.caches_reference_first:
-            # every training batch, even if the run was resumed, so that the file is the same
+            # all training batches, also those before the checkpoint of a resumed run, so that the cache's file has all
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
             batches = self.progress.track(batches, total=n_batches, what="score")
@@ -279,7 +270,10 @@ class Trainer(TrainerParts):
         self.samples_due = False
 
     def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:
-        """Save every `save_every` examples, by default as often as evaluations are due, and after the last update."""
+        """Save every `save_every` examples, by default as often as evaluations are due, and after the last update.
+
+        `metrics` are those of an evaluation of the present state; None if none was due.
+        """
         save_every = self.plan.run.save_every or self.evaluator.interval.n_examples
         if (is_last or self.example_counter % save_every == 0) and self._is_unsaved():
             self.save(metrics=metrics)
@@ -289,11 +283,7 @@ class Trainer(TrainerParts):
         n_examples = self.example_counter
         return n_examples > 0 and n_examples != self.saved_at and not self.plan.run.debug
 
-    def save(
-        self,
-        output_dir: str | Path | None = None,
-        metrics: dict[str, float] | None = None,
-    ) -> None:
+    def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`; by default to `step-N`, with the link LATEST, and BEST if `metrics` are the best yet.
 
         `metrics` are those of an evaluation of the present state, if there was one.
@@ -359,6 +349,7 @@ class BasicTrainer(Trainer):
         rank: int = 0,
         world_size: int = 1,
     ):
+        # attributes that the reference code's trainers have
         self.seed = seed
         self.run_dir = Path(run_dir)
         self.rank = rank
@@ -386,10 +377,7 @@ class BasicTrainer(Trainer):
         return tuple(logps[role] for role in RESPONSE_ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
-        self,
-        batch: PaddedBatch,
-        loss_config: DictConfig,
-        train: bool = True,
+        self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of this process's batch, and its detached metrics by name, (B,) each."""
         split = "train" if train else "eval"

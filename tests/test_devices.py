@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -173,8 +174,9 @@ def test_bad_input_is_refused_before_gpus_are_counted(monkeypatch):
 )
 def test_models_go_to_the_gpus_that_there_are(n_gpus, device_map, device, backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-    found = (sharding.choose_device_map(), host.choose_device(), launching.choose_backend())
-    assert found == (device_map, device, backend)
+    assert sharding.choose_device_map() == device_map
+    assert host.choose_device() == device
+    assert launching.choose_backend() == backend
 
 
 def test_layers_on_the_cpu_or_the_disk_are_refused(tmp_path):
@@ -189,12 +191,13 @@ def test_one_process_cuts_a_model_over_all_gpus(command, monkeypatch):
     monkeypatch.setattr(parts, "split_over_devices", lambda model, devices: cut.append(devices))
     package = ("trainer=TensorParallelTrainer", "tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2")
     plan = resolve(runs.compose(*command("run", *package)))
+    place = partial(parts.place, mesh=Mesh(), frozen_whole=False, compute_dtype="float32")
     for gpus in (2, 0):
-        parts.place(replace(plan, gpus=gpus), None, Mesh(), False, "float32")
+        place(replace(plan, gpus=gpus), None)
     assert cut == [["cuda:0", "cuda:1"], ["cpu", "cpu"]]
     loaded = SimpleNamespace(hf_device_map={"model": 0, "lm_head": "cpu"})  # by a caller
     with refused("does not fit into the free memory of the GPUs"):
-        parts.place(resolve(runs.compose(*command("run"))), loaded, Mesh(), False, "float32")
+        place(resolve(runs.compose(*command("run"))), loaded)
 
 
 @pytest.fixture

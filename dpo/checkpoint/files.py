@@ -44,17 +44,12 @@ class DamagedCheckpoint(InputError):
 
 
 def write_checkpoint(
-    directory: Path,
-    states: Iterable[tuple],
-    *,
-    step_idx: int,
-    metrics: Mapping | None,
-    facts: Mapping,
+    directory: Path, states: Iterable[tuple], *, step_idx: int, metrics: Mapping | None, facts: Mapping
 ) -> None:
     """Write a checkpoint so that `directory` is complete or not there; what it replaces is kept until the end.
 
-    `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes. Raises RunError
-    if writing fails, or if this run did not write what is there.
+    `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes. `step_idx` is
+    the number of examples trained on. Raises RunError if writing fails, or if this run did not write what is there.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
@@ -75,10 +70,7 @@ def write_checkpoint(
                     path.write_bytes(state)
                 else:
                     path = temporary / f"{name}.pt"
-                    torch.save(
-                        {"step_idx": step_idx, "state": state, "metrics": metrics},
-                        path,
-                    )
+                    torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, path)
                 sync(path)
                 files[path.name] = describe_file(path)
             del state  # freed before the next state is gathered
@@ -100,7 +92,7 @@ def write_checkpoint(
 
 @contextmanager
 def _explaining(directory: Path) -> Iterator:
-    """Raise RunError for errors of writing; it says whether there are earlier checkpoints."""
+    """Raise RunError for errors of writing the checkpoint; its message says whether there are earlier ones."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -111,7 +103,10 @@ def _explaining(directory: Path) -> Iterator:
 
 
 def write_state(path: Path, content: Mapping) -> None:
-    """Write a file like those of a checkpoint; raise InputError if that would damage a run's own checkpoint."""
+    """Write a file like those of a checkpoint; raise InputError if that would damage a run's own checkpoint.
+
+    `content` has the keys `step_idx`, `state` and `metrics`.
+    """
     if (path.parent / MANIFEST).exists():
         raise InputError(f"{path.parent} has the checksums of the run's own checkpoint: choose another dir_name")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,12 +115,14 @@ def write_state(path: Path, content: Mapping) -> None:
 
 
 def describe_file(path: Path) -> dict:
+    """Return a file's SHA-256 and its size in bytes, as the manifest has them."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"sha256": digest.hexdigest(), "bytes": file.tell()}
 
 
 def hash_manifest(manifest: Mapping) -> str:
+    """Return the SHA-256 of a manifest without its entry `sha256`, which holds this value."""
     entries = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
@@ -147,17 +144,18 @@ def set_link(link: Path, target: Path) -> None:
 
 
 def parse_step(directory: Path) -> int:
+    """Return the N of a checkpoint `step-N`: the number of examples trained on."""
     return int(directory.name.removeprefix("step-"))
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """List the checkpoints of a run, newest first."""
+    """List the checkpoints of a run by their names, newest first; their files may be damaged."""
     checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
 def was_written_by(directory: Path, run: str | None) -> bool:
-    """Whether the run with this id wrote the checkpoint; False if its manifest is damaged, or it is only a link."""
+    """Return whether the run with this id wrote a checkpoint: not if the manifest is damaged, or it is only a link."""
     try:
         return not directory.is_symlink() and read_manifest(directory).get("run") == run
     except (OSError, *WRONG_FORM):
@@ -165,7 +163,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove the run's own checkpoints, but for the `keep` newest, BEST and LATEST."""
+    """Remove the checkpoints that the run with the id `run` wrote, but for the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
@@ -177,7 +175,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a kill while saving; restore a checkpoint that was about to be replaced."""
+    """Clean up after a process was killed while saving; restore a checkpoint that was about to be replaced."""
     for former in run_dir.glob(f".step-*.{FORMER_ENDING}"):
         directory = run_dir / former.stem.removeprefix(".")
         if not os.path.lexists(directory):
@@ -232,11 +230,15 @@ def read_manifest(directory: Path) -> dict:
 
 
 def read_state(path: Path) -> Any:
+    """Return the state in a part's file, whose tensors are mapped from it (`read_file`)."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping:
-    """Read a part's file. Its tensors are mapped from it: copy those that you keep, as the file may be deleted."""
+    """Return the content of a part's file: `step_idx`, `state` and `metrics`. Raises DamagedCheckpoint.
+
+    Tensors are mapped from the file: copy those that you keep, as the file may be deleted.
+    """
     check_readable(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

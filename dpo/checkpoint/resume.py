@@ -1,4 +1,8 @@
-"""Where a run resumes, and what must be unchanged since."""
+"""Where a run resumes, and what must be unchanged since.
+
+The directory and its files are read and written by rank 0 alone. `logs` are the names of files in it to which callbacks
+append.
+"""
 
 import json
 import os
@@ -43,8 +47,8 @@ WITHOUT_EFFECT = re.compile(r"_.*|architectures|(torch_)?dtype|use_cache|id2labe
 
 
 class ResumePoint(NamedTuple):
-    path: Path
-    manifest: Mapping
+    path: Path  # a checkpoint
+    manifest: Mapping  # that of the checkpoint, with its config in the keys of this version
 
 
 class OpenRun(NamedTuple):
@@ -54,7 +58,7 @@ class OpenRun(NamedTuple):
     resume_point: ResumePoint | None
 
     def is_finished(self, updates: int) -> bool:
-        """Whether all updates and the last evaluation are done, and no samples were due after it."""
+        """Return whether all `updates` and the last evaluation are done, and no samples were due after it."""
         if not self.resume_point:
             return False
         manifest = self.resume_point.manifest
@@ -62,16 +66,20 @@ class OpenRun(NamedTuple):
         return manifest["updates"] >= updates and is_evaluated
 
     def record(self, plan: Plan) -> None:
-        """Write the run's config and facts; a resumed run keeps its id, and counts its time up to the checkpoint."""
+        """Write the run's config and facts; a resumed run keeps its id, and its time up to the checkpoint counts."""
         former = None
         if point := self.resume_point:
+            # the run's id, and when the checkpoint was complete
             former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
         write_run_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
 
 @contextmanager
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
-    """Lock the directory and set it back to its resume point; after an InputError inside, leave nothing new behind."""
+    """Lock the run's directory inside the context, and set it back to its resume point, if the run is resumed.
+
+    After an InputError inside, new files and directories are removed, unless there are logs or checkpoints.
+    """
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
     before = set() if missing else set(os.listdir(run_dir))
@@ -122,6 +130,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
 
 
 def _find_run_dir(plan: Plan) -> Path:
+    """Return the run's directory as an absolute path without links, so that it can be compared."""
     return Path(os.path.realpath(plan.run.local_run_dir))
 
 
@@ -193,6 +202,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
+    """Copy files from the directory `source` to `target`, and wait until the copies are on the disk."""
     for name in names:
         shutil.copyfile(source / name, target / name)
         sync(target / name)
@@ -212,9 +222,10 @@ def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
 def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
     """Return the plan with a dtype, or None for no autocast, in place of model.autocast=auto.
 
-    It is that of the resumed run; in a new run of several processes model.fsdp_policy_mp, if set; otherwise bfloat16 if
-    this GPU computes in it. Several processes compute in it by FSDP, as autocast would keep copies of weights that FSDP
-    could not free. This asks the GPU, so a process that only starts others must not call it.
+    A resumed run keeps the dtype in `recorded`, the config of its checkpoint. A new run of several processes takes
+    model.fsdp_policy_mp, if it is set; any other run takes bfloat16, if this GPU computes in it. With several processes
+    the dtype becomes model.fsdp_policy_mp, as autocast would keep copies of weights that FSDP could not free. This asks
+    the GPU, so a process that only starts others must not call it.
     """
     if plan.model.autocast != "auto":
         return plan
@@ -245,12 +256,18 @@ def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
 
 
 def record_config(plan: Plan) -> dict:
-    """Return the config for a manifest: values by dotted key, with secrets redacted."""
+    """Return the config for a manifest: values by dotted key, with secrets redacted.
+
+    `dataset_sources` is left out, as `check_inputs` compares the data itself.
+    """
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
 def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
-    """Raise InputError for changed keys that a resumed run must keep."""
+    """Raise InputError for changed keys that a resumed run must keep, and print those that it may change.
+
+    `recorded` is the config of the checkpoint `where`, `config` the present one, both by dotted key.
+    """
     changed = defaultdict(list)
     for key, saved_value in recorded.items():
         if config.get(key) != saved_value:

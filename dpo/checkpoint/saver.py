@@ -18,13 +18,7 @@ from dpo.parallel.sharding import full_state, load_optimizer, optimizer_state
 from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import meet_rank_0
 
-COUNTERS = (
-    "example_counter",
-    "batch_counter",
-    "evaluated_at",
-    "samples_due",
-    "saved_at",
-)  # attributes of `RunState`
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
 # --- the parts of a checkpoint -------------------------------------------------------------------------------------
 
@@ -41,11 +35,11 @@ class Part:
         return full_state(self.source.state_dict())
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Return the contents of further files, made from a gathered state, by name."""
+        """Return the contents of further files of the checkpoint, by name, made of what `gather` returned on rank 0."""
         return {}
 
     def restore(self, state: Any) -> None:
-        """Load the state, which rank 0 has read for all; on others it is None."""
+        """Load a state, which rank 0 has read for all processes; on other ranks `state` is None."""
         self.source.load_state_dict(from_rank_0(state))
 
 
@@ -58,7 +52,7 @@ class ModelPart(Part):
 
 @dataclass
 class OptimizerPart(Part):
-    """An optimizer's state, saved whole; each process restores its shards."""
+    """An optimizer's state, of which the file has whole tensors; each process restores its shards."""
 
     mesh: Mesh
 
@@ -106,6 +100,10 @@ class RunState:
     saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
 
     def __init__(self, reference: Any, base_digest: str | None, **states: Any):
+        """`states` are objects with `state_dict` and `load_state_dict`, by their names in the checkpoint.
+
+        `base_digest`, that of an adapted base, counts only without a reference.
+        """
         self._states = states
         self._frozen_digest = reference.digest if reference else base_digest
         if reference:
@@ -140,8 +138,8 @@ class Checkpoints:
 
     run_dir: Path
     mesh: Mesh
-    keep: int | None
-    log: Callable
+    keep: int | None  # newest checkpoints to keep; None: all
+    log: Callable  # prints a message
     n_evaluated: int = 0
     best_at: int | None = None  # number of examples at BEST
     best: float = -math.inf  # quality of BEST; higher is better
@@ -194,9 +192,9 @@ class Checkpoints:
                 yield from part.convert(state).items()
 
     def finish(self) -> None:
-        """Wait until rank 0 has written everything."""
+        """Wait on every process until rank 0 has written everything."""
         meet_rank_0("the end of the checkpoints")
-        self.mesh.any(False)  # a barrier
+        self.mesh.any(False)  # a barrier, as rank 0 has not waited for the others so far
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
         """Restore the parts; every process must call it."""
@@ -207,11 +205,7 @@ class Checkpoints:
                 part.restore(read_state(file) if self.mesh.rank == 0 else None)
 
     def state_dict(self) -> dict:
-        return {
-            "best": self.best,
-            "best_at": self.best_at,
-            "n_evaluated": self.n_evaluated,
-        }
+        return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Keep BEST if it is in this run's directory, which may be a new one."""

@@ -88,7 +88,7 @@ class Loss:
 
     @property
     def needs_squares(self) -> bool:
-        """Return whether it needs the squares of `Scores`, for WPO's weights."""
+        """Return whether it needs the squares of `Scores`, from which WPO's weights of examples are computed."""
         return self.shared.get("wpo", False)
 
     @property
@@ -97,7 +97,10 @@ class Loss:
         return self.shared.get("offset_by_margin", False)
 
     def __call__(self, scores: Scores) -> Losses:
-        """Compute losses with the shared options, and rewards unless it trains on targets."""
+        """Compute the losses of examples, with the shared options, and the rewards of their responses.
+
+        Without `scores.batch_statistic`, the examples must be a whole global batch. Training on targets has no rewards.
+        """
         # a statistic of mismatched examples cannot be computed from these scores
         if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
             scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
@@ -126,7 +129,7 @@ class Loss:
         return output._replace(losses=losses, rewards=rewards)
 
     def transform(self, scores: Scores) -> Scores:
-        """Apply `ld_alpha` and `f_divergence`, which need a reference."""
+        """Apply the options `ld_alpha` and `f_divergence` to the scores; without a reference, return them unchanged."""
         if not self.reference:
             return scores
         if self.needs_tails:
@@ -137,7 +140,7 @@ class Loss:
         return scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
-        """Compute the statistic of a global batch, which the losses of its examples need, (B, k)."""
+        """Compute the `batch_statistic` of a global batch, (B, k), which the losses of its examples need."""
         return self.batch_statistic(self.transform(scores), **self.options)  # type: ignore[misc]
 
 
@@ -183,11 +186,7 @@ def list_options() -> dict:
 
 
 # the AUC ranks checkpoints, as it does not depend on the losses' weights of labels
-FOR_LABELS: Any = {
-    "trains_on": "labels",
-    "best": ("rewards_eval/auc", +1),
-    "margin_only": False,
-}
+FOR_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
     "dpo": Loss(formulas.dpo, takes_offset=True),
@@ -212,32 +211,15 @@ LOSSES = {
     "sppo": Loss(formulas.sppo, margin_only=False),
     "dpop": Loss(formulas.dpop, margin_only=False, takes_offset=True),
     "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
-    "aot": Loss(
-        formulas.aot,
-        margin_only=False,
-        batch_statistic=formulas.aot_partners,
-        takes_weights=False,
-    ),
+    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners, takes_weights=False),
     "aot_unpaired": Loss(
-        formulas.aot_unpaired,
-        margin_only=False,
-        batch_statistic=formulas.aot_unpaired_partners,
-        takes_weights=False,
+        formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
     ),
-    "kto": Loss(
-        formulas.kto,
-        **FOR_LABELS,
-        batch_statistic=formulas.estimate_kl,
-        mismatched=True,
-    ),
+    "kto": Loss(formulas.kto, **FOR_LABELS, batch_statistic=formulas.estimate_kl, mismatched=True),
     "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, **FOR_LABELS),
     "bco_unpaired": Loss(formulas.bco_unpaired, **FOR_LABELS, running_statistic=formulas.mean_reward),
     "bradley_terry": Loss(
-        formulas.bradley_terry,
-        reference=False,
-        margin_only=False,
-        takes_offset=True,
-        scalar_head=True,
+        formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
     ),
     "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
     "mix": Loss(None),

@@ -27,7 +27,7 @@ BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
-    """Sum or average the log-probabilities of each row's labels, (B,).
+    """Return the log-probability of each row's labels: the sum or, with `average_log_prob`, the mean over them, (B,).
 
     `logits`, (B, T, V), predict the *next* token; `labels`, (B, T), are -100 where nothing is scored.
     """
@@ -53,11 +53,13 @@ def preference_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute losses of DPO, cDPO or IPO, and the detached rewards of chosen and rejected responses, each (B,).
 
+    The log-probabilities, (B,) each, are summed over the tokens of a response.
+
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing`, the share of flipped pairs in [0, 0.5), conservative DPO
     (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036, without `label_smoothing`.
     `reference_free` treats the reference as uniform in the loss, but not in the rewards.
     """
-    h = policy_chosen_logps - policy_rejected_logps
+    h = policy_chosen_logps - policy_rejected_logps  # becomes the difference of the two log-ratios
     if not reference_free:
         h = h - (reference_chosen_logps - reference_rejected_logps)
     losses = (h - 1 / (2 * beta)) ** 2 if ipo else _smoothed(beta * h, label_smoothing)
@@ -98,10 +100,7 @@ class Scores(NamedTuple):
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
         """Return the log-ratios of chosen and rejected responses: log pi - log ref."""
-        return (
-            self.chosen - self.reference_chosen,
-            self.rejected - self.reference_rejected,
-        )
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def h(self) -> Tensor:
         """Return the difference of the log-ratios."""
@@ -109,14 +108,16 @@ class Scores(NamedTuple):
         return u_w - u_l
 
     def mean_log_ratios(self) -> tuple[Tensor, Tensor]:
+        """Return the log-ratios of chosen and rejected responses, each divided by its number of tokens."""
         u_w, u_l = self.log_ratios()
         return u_w / self.chosen_lengths, u_l / self.rejected_lengths
 
     def mean_logps(self) -> tuple[Tensor, Tensor]:
-        return (
-            self.chosen / self.chosen_lengths,
-            self.rejected / self.rejected_lengths,
-        )
+        """Return the policy's log-probabilities of chosen and rejected responses, each divided by its number of tokens.
+
+        They are not log-ratios: the reference does not count.
+        """
+        return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
 
 
 class Losses(NamedTuple):
@@ -153,13 +154,7 @@ def sft(scores: Scores, *, average: Literal["sum", "mean"] = "sum", **_: Any) ->
     return Losses(-scores.chosen)
 
 
-def dpo(
-    scores: Scores,
-    *,
-    beta: Positive,
-    label_smoothing: FlippedLabels,
-    reference_free: bool,
-) -> Losses:
+def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
     """DPO or, with `label_smoothing`, conservative DPO; see `preference_loss`."""
     losses, _, _ = preference_loss(
         # the offset is a difference of rewards, which are beta times log-ratios
@@ -211,7 +206,10 @@ def exo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Lo
 
 
 def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
-    """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential."""
+    """DiscoPOP (arXiv 2406.08414, eq. 5): the larger the margin, the less logistic and the more exponential.
+
+    The smaller `tau`, the more abruptly the loss changes from one to the other.
+    """
     margin = beta * scores.h()
     logistic = (-margin / tau).sigmoid() * -_log_sigmoid(margin)
     # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
@@ -220,7 +218,7 @@ def discopop(scores: Scores, *, beta: Positive, tau: Positive) -> Losses:
 
 
 def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
-    """SimPO (arXiv 2405.14734, eq. 6)."""
+    """SimPO (arXiv 2405.14734, eq. 6); `gamma` is by how much the chosen reward should exceed the rejected one."""
     chosen, rejected = scores.mean_logps()
     return Losses(-_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset))
 
@@ -262,7 +260,7 @@ def nca(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def _bco_terms(scores: Scores, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute BCO's losses of chosen and of rejected responses; the average is the paper's reward shift delta."""
+    """Compute BCO's losses of chosen and of rejected responses; `scores.average` is the paper's reward shift delta."""
     u_w, u_l = scores.log_ratios()
     return -_log_sigmoid(beta * u_w - scores.average), -_log_sigmoid(scores.average - beta * u_l)
 
@@ -270,7 +268,7 @@ def _bco_terms(scores: Scores, beta: float) -> tuple[Tensor, Tensor]:
 def bco(scores: Scores, *, beta: Positive, momentum: Fraction = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio.
 
-    `momentum` is that of the running average, which the trainer keeps; 1 leaves the average at 0.
+    `momentum` is that of `scores.average`, which the trainer updates; 1 leaves the average at 0.
     """
     chosen, rejected = _bco_terms(scores, beta)
     return Losses(chosen + rejected)
@@ -295,12 +293,12 @@ def cal_dpo(scores: Scores, *, beta: Positive) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """Return the running statistic of BCO, from mean rewards."""
+    """Return the running statistic of BCO (`Loss.running_statistic`) from the mean rewards of both roles."""
     return (chosen + rejected) / 2
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """Return the running statistic of beta-DPO, the mean of h in nats, from mean rewards."""
+    """Return the running statistic of beta-DPO, the mean of h in nats, from the mean rewards of both roles."""
     return (chosen - rejected) / beta
 
 
@@ -308,7 +306,10 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 
 
 def find_batch_beta(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction, **_: Any) -> Tensor:
-    """Compute a batch's beta for beta-DPO (arXiv 2407.08639, section 4), the same for all examples, (B, 1)."""
+    """Compute a batch's beta for beta-DPO (arXiv 2407.08639, section 4), the same for all examples, (B, 1).
+
+    It exceeds `beta` in a batch whose mean h is above the running average; `alpha` says how much.
+    """
     h = scores.h().detach()
     gap = h.mean()  # the paper's M, in nats and without beta, as in the authors' code
     average = momentum * scores.average + (1 - momentum) * gap
@@ -385,13 +386,7 @@ def bco_unpaired(scores: Scores, *, beta: Positive, momentum: Fraction) -> Losse
     return Losses(chosen.where(scores.chosen_lengths > 0, rejected))
 
 
-def kto(
-    scores: Scores,
-    *,
-    beta: Positive,
-    desirable_weight: Weight,
-    undesirable_weight: Weight,
-) -> Losses:
+def kto(scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight) -> Losses:
     """KTO (arXiv 2402.01306, section 4), whose z_0 is the statistic `estimate_kl`, or 0 if there is none."""
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
     u_w, u_l = scores.log_ratios()
@@ -401,11 +396,7 @@ def kto(
 
 
 def apo_zero_unpaired(
-    scores: Scores,
-    *,
-    beta: Positive,
-    desirable_weight: Weight,
-    undesirable_weight: Weight,
+    scores: Scores, *, beta: Positive, desirable_weight: Weight, undesirable_weight: Weight
 ) -> Losses:
     """APO-zero (arXiv 2408.06266, eq. 7) on labelled responses: KTO with z_0 = 0."""
     without_kl = scores._replace(batch_statistic=None)
@@ -459,16 +450,19 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """Compute the derivative f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), less its value where pi = ref."""
+    """Compute the derivative f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1), less its value where pi = ref.
+
+    `alpha` is that of the alpha divergence.
+    """
     import torch
 
     if divergence == "js":
         return math.log(2) + _log_sigmoid(log_ratio)
     if divergence == "forward_kl":
         alpha = 1  # it is the alpha divergence with alpha = 1
-    # what follows is f' of the alpha divergence, (1 - (pi / ref)^-alpha) / alpha
-    # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
-    # has NaN gradients. The factor 0.9 leaves room for the division by alpha
+    # What follows is f' of the alpha divergence, (1 - (pi / ref)^-alpha) / alpha. Its exponent is clamped, as exp
+    # overflows float32 at 88: log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin has
+    # NaN gradients. The factor 0.9 leaves room for the division by alpha.
     largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
     exponent = (-alpha * log_ratio).clamp(max=largest_exponent)
     return -exponent.expm1() / alpha
@@ -487,7 +481,10 @@ def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
 
 
 def find_wpo_weights(scores: Scores) -> Tensor:
-    """Compute the weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached."""
+    """Compute the weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
+
+    The log of a pair's weight is the sum over both responses of the mean over tokens of log pi - log sum_v pi(v)^2.
+    """
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
     return (chosen + rejected).detach().exp()

@@ -17,15 +17,16 @@ from dpo.system.waiting import has_other_ranks
 class Mesh:
     """The ranks as `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
 
-    Layers are sharded along `tensor`, states along `shard` (FSDP). Ranks that differ only in `tensor` see equal
-    examples.
+    Layers are cut along `tensor`; parameters and optimizer states are sharded along `shard` (FSDP). Ranks that differ
+    only in `tensor` see the same examples. Each method is a collective that every process must call; without other
+    processes, nothing is sent.
     """
 
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
         self.rank = rank
         self.world_size = dims.world_size
         self.tensor_size = dims.tensor_size
-        self.data_rank = rank // dims.tensor_size
+        self.data_rank = rank // dims.tensor_size  # counts the ranks that see different examples, `data_size` in all
         self.data_size = dims.data_size
         # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples
         self.counts = rank % dims.tensor_size == 0
@@ -45,7 +46,7 @@ class Mesh:
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values over all processes, in place."""
+        """Sum the values over all processes, in place, and return them."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -57,7 +58,7 @@ class Mesh:
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
-        """Gather the values of all processes, by rank."""
+        """Return the values of all processes, sent pickled, by rank."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -70,7 +71,10 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Return rank 0's value on all ranks, to which it is sent pickled; other ranks' values are ignored."""
+    """Return rank 0's value on every rank, to which it is sent pickled; other ranks' values are ignored.
+
+    Every rank must call it.
+    """
     if not has_other_ranks():
         return value
     box = [value]

@@ -1,4 +1,8 @@
-"""A model distributed over the processes of a mesh, and the states of its parameters."""
+"""A model distributed over the processes of a mesh, and the states of its parameters.
+
+FSDP shards the model in units, one for each transformer block and a root for what is left. A unit is gathered while its
+weights are whole on every process, from `unshard` to `reshard`.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +38,13 @@ def distribute(
     reshard_after_forward: bool = True,
     frozen_whole: bool = False,
 ) -> Any:
-    """Distribute rank 0's weights, one FSDP unit per transformer block; embeddings and head are in the root unit.
+    """Distribute rank 0's weights in place, one FSDP unit per transformer block, and return the model.
 
-    Other ranks' weights may be on the meta device. Units are broadcast one by one, so that a process never holds more
-    than its shards and one unit. With `frozen_whole`, FSDP does not shard parameters that are not trained: a process
-    has them whole, or its slices along `tensor`, in `compute_dtype`. Raises InputError for a model without such blocks.
+    Embeddings and head are in the root unit. Other ranks' weights may be on the meta device. Units are broadcast one by
+    one, so that a process never holds more than its shards and one unit. Forward and backward passes compute in
+    `compute_dtype`, and gradients are summed in `reduce_dtype`. With `reshard_after_forward`, a block is gathered again
+    for its backward pass. With `frozen_whole`, FSDP does not shard parameters that are not trained: a process has them
+    whole, or its slices along `tensor`, in `compute_dtype`. Raises InputError for a model without blocks.
     """
     check_alike(describe_structure(model))
     blocks = find_blocks(model, block_name)
@@ -83,6 +89,7 @@ def distribute(
     if isinstance(model, FSDPModule):
         model.gathered_bytes = n_gathered * compute_dtype.itemsize
         model.reshards_after_forward = reshard_after_forward
+        # `run_as_forward` calls it; once it is registered, FSDP gathers the root unit for it as for a forward pass
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
@@ -96,9 +103,10 @@ def list_ties(model: nn.Module) -> dict[str, str]:
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Untie parameters that are separate in another model, whose `list_ties` is `ties`."""
+    """Untie the parameters of a model that are separate in another one, of which `list_ties` returns `ties`."""
     for name, first in list_ties(model).items():
-        if first != name == ties.get(name):  # tied here, and not there
+        is_tied = first != name
+        if is_tied and ties.get(name) == name:  # it is separate in the other model
             owner, _, attribute = name.rpartition(".")
             # without values, as only a rank that receives rank 0's weights has other ties than rank 0
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
@@ -106,7 +114,7 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
 
 
 def describe_structure(model: nn.Module) -> dict[str, str]:
-    """List what must be alike on all ranks before weights are sent, for `check_alike`.
+    """Return what must be alike on all ranks before weights are sent, for `check_alike`: code, names, ties and shapes.
 
     A dtype may differ: it is rank 0's that counts.
     """
@@ -117,13 +125,8 @@ def describe_structure(model: nn.Module) -> dict[str, str]:
 
 
 @torch.compiler.disable
-def _cast_inputs(
-    dtype: torch.dtype,
-    unit: nn.Module,
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    """Cast the floating-point inputs of a unit, as FSDP does."""
+def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Cast the floating-point inputs of a unit, as FSDP does; a forward pre-hook, whose result replaces the inputs."""
 
     def cast(value: Any) -> Any:
         if torch.is_tensor(value) and value.is_floating_point():
@@ -143,7 +146,7 @@ def find_class(model: Any) -> type[nn.Module]:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """Call `function(model, *args)`, for FSDP as if it were the model's forward.
+    """Return `function(model, *args)`; FSDP takes the call for the model's forward.
 
     So FSDP gathers the root unit once for the whole call, in which the function may use embeddings, blocks and head.
     """
@@ -165,13 +168,13 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
 
 
 def _receive_tensors(
-    modules: Mapping[str, nn.Module],
-    specs: Mapping[str, Tensor],
-    mesh: Mesh,
-    *,
-    frozen_dtype: torch.dtype | None,
+    modules: Mapping[str, nn.Module], specs: Mapping[str, Tensor], mesh: Mesh, *, frozen_dtype: torch.dtype | None
 ) -> None:
-    """Replace the modules' own parameters and buffers by rank 0's, frozen parameters in `frozen_dtype`."""
+    """Replace the modules' own parameters and buffers by rank 0's, which are broadcast; each rank must call it.
+
+    `modules` are by full name, and `specs` has tensors on the meta device with rank 0's shapes and dtypes, by full
+    name. Frozen parameters are cast to `frozen_dtype`.
+    """
     replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
     only_own = {"recurse": False, "remove_duplicate": False}
     for prefix, module in modules.items():
@@ -188,7 +191,10 @@ def _receive_tensors(
 
 
 def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
-    """Send rank 0's `tensor`, of the shape and dtype of `spec`, to every process's device; others may pass None."""
+    """Return rank 0's `tensor` on the device of every process; other ranks' tensors are ignored, and may be None.
+
+    `spec` has its shape and dtype.
+    """
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
     else:
@@ -201,7 +207,8 @@ def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
 def announce_backward(model: nn.Module, *, is_last: bool, reduce_once: bool) -> None:
     """Tell FSDP whether the next backward pass is the last of an update.
 
-    Only that one reshards the root unit and reduces gradients over `replicate`; with `reduce_once`, also over `shard`.
+    Only the last one reshards the root unit, and sums gradients over `replicate`. With `reduce_once`, only the last one
+    also sums them over `shard`, so that until then a process holds whole gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(is_last, recurse=False)
@@ -212,7 +219,10 @@ def announce_backward(model: nn.Module, *, is_last: bool, reduce_once: bool) -> 
 
 
 def release_gathered(model: Any) -> None:
-    """Clear what a forward pass without a backward pass leaves: gathered units, and FSDP's record of their order."""
+    """Clear what a forward pass without a backward pass leaves: gathered units, and FSDP's record of their order.
+
+    A model that is None, or not sharded, stays as it is.
+    """
     units = _list_units(model)
     for unit in units:
         unit.reshard()
@@ -231,9 +241,10 @@ def _list_units(model: Any) -> list:
 
 @contextmanager
 def gathered_weights(model: Any) -> Iterator:
-    """Keep all weights gathered inside the context, as sampling needs them for each token.
+    """Keep all weights gathered inside the context, as sampling needs them for each token; each process must call it.
 
-    On GPUs they are, if twice the memory that they take is free on each; else every forward pass gathers unit by unit.
+    GPUs must have twice the memory free that the gathered weights take; otherwise every forward pass gathers the units
+    one by one, as in training.
     """
     units = _list_units(model)
     device = next(model.parameters()).device
@@ -241,7 +252,7 @@ def gathered_weights(model: Any) -> Iterator:
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
         fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
-        dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
+        dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)  # 1 only if the weights fit on all processes
         if not fits_everywhere.item():
             units = []
     for unit in units:
@@ -271,11 +282,15 @@ def get_block_class_from_model(model: nn.Module, block_class_name: str) -> type[
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor, which all processes gather; any other tensor is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Return whether two models have equal weights, after rounding to the dtype of the other weights."""
+    """Return whether two models have equal weights, in the same order, once both have the dtype of `other_weights`.
+
+    Every process must call it, and all get the same answer.
+    """
     weights = list(weights)
     other_weights = list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
@@ -290,7 +305,10 @@ def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor]
 
 
 def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Gather a tensor along the axes along which `other` is whole; return this process's part."""
+    """Return the part of a tensor that this process has of `other`, which is sharded along fewer axes of the mesh.
+
+    The tensor is gathered along the axes along which `other` is whole, a collective.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     # `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole
@@ -302,6 +320,7 @@ def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, or a tensor that is not sharded as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -317,7 +336,10 @@ def full_state(state: Any) -> Any:
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 1.0) -> Tensor:
-    """Divide a gradient by `scale`, and clip it by its global norm over all shards; return the norm before clipping."""
+    """Divide gradients by `scale`, and scale them down to at most `max_norm`, their norm over all shards together.
+
+    Returns the norm before clipping, a scalar on the device, which all processes have alike.
+    """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
         # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
@@ -344,12 +366,12 @@ def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Paramete
 
 
 def whole_parameter(tensor: Tensor) -> Tensor:
-    """Return the parameter that an optimizer's tensor is a shard of, or the tensor itself."""
+    """Return the parameter of which an optimizer's tensor is a shard (`local_parameters`), or the tensor itself."""
     return getattr(tensor, "whole", tensor)
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Step after handing the gradients of sharded parameters to their shards."""
+    """Step after handing the gradients of sharded parameters to their shards, then clear those of the shards."""
     for tensor in _list_optimized(optimizer):
         whole = whole_parameter(tensor)
         if whole is not tensor and whole.grad is not None:
@@ -362,11 +384,11 @@ def step_optimizer(optimizer: Optimizer) -> None:
 def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     """Step; return how many weights of a sample changed, and how many are in the sample.
 
-    The sample is of this process's weights with a gradient that is not 0.
+    The sample has evenly spaced weights of this process, of those whose gradient is not 0.
     """
     tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
-    every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
-    every |= 1  # with an even step, and an even number of columns, only half of the columns would be met
+    every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1  # one weight of so many is sampled
+    every |= 1  # made odd: with an even step, and an even number of columns, only half of the columns would be met
     before = []
     for tensor in tensors:
         has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
@@ -382,11 +404,12 @@ def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the tensors that an optimizer updates, in the order by which its state dict numbers them."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def optimizer_state(optimizer: Optimizer) -> dict:
-    """Make an optimizer's state dict, in which states of shards are DTensors, which `full_state` can gather."""
+    """Return an optimizer's state dict with a DTensor for each state of a shard, so that `full_state` can gather it."""
     saved = optimizer.state_dict()
     states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter
     for i, tensor in enumerate(_list_optimized(optimizer)):
@@ -400,7 +423,10 @@ def optimizer_state(optimizer: Optimizer) -> dict:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None:
-    """Load rank 0's whole state dict, of which each process keeps its shards; `state` is None on other ranks."""
+    """Load rank 0's state dict of whole tensors, of which each process keeps its shards.
+
+    Every process must call it; `state` is None on other ranks.
+    """
     tensors = _list_optimized(optimizer)
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 

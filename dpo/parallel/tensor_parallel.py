@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
 
-COLLECTIVES = torch.ops._c10d_functional
+COLLECTIVES = torch.ops._c10d_functional  # unlike torch.distributed's, these can be in a compiled block
 
 # Conversions of activations. Each maps a process's tensor (..., features), the mesh of the group, and `width`, the
-# number of output features of the whole module, to the process's tensor after the conversion.
+# number of output features of the whole module, to the process's tensor after the conversion. All have the same
+# arguments, though some need no `width`.
 
 
 class _Copy(torch.autograd.Function):
@@ -68,7 +69,7 @@ class _Join(torch.autograd.Function):
 
 
 def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """Take this process's slice of an input, whose features are not the `width` of the output."""
+    """Take this process's slice of an input; its size follows from the input's features, not from `width`."""
     return _Copy.apply(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
@@ -83,11 +84,12 @@ def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the tensors of all processes of the group."""
     return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
 
 def _own_slice(size: int, mesh: DeviceMesh) -> slice:
-    """Find this process's slice of a dim; its end may exceed the dim."""
+    """Return this process's slice of a dim of `size` entries; its end may exceed the dim."""
     length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
     start = mesh.get_local_rank() * length
     return slice(start, start + length)
@@ -146,7 +148,7 @@ PLANS = {
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raise InputError if `size` processes cannot share the heads evenly."""
+    """Raise InputError if `size` processes cannot share a model's attention heads evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         n_heads = getattr(config, name, None)
         if isinstance(n_heads, int) and n_heads % size:
@@ -157,7 +159,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """Find the style of each module to shard, by full name; InputError for an unsupported model."""
+    """Return the style of each module to shard, by full name; raise InputError for an unsupported model."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -209,16 +211,17 @@ def _refusal(model: Any, problem: str) -> InputError:
 
 
 def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Shard the modules' own parameters, and make forwards compute with slices.
+    """Replace the own parameters of `modules`, by full name, by slices, and make their forwards compute with these.
 
-    Modules that share a tied parameter must be in one call.
+    Modules that share a tied parameter must be in one call. `plan` is that of `find_plan`; modules that it lacks are
+    replicated.
     """
     slices = {}  # by whole parameter, so that tied ones stay tied; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
-                slices[parameter] = _slice(module, key, style.cut, mesh)
+                slices[parameter] = _slice_parameter(module, key, style.cut, mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
@@ -242,11 +245,12 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
             args = (style.enter(args[0], mesh, width), *args[1:])
+        # only in the forward pass does the module have local tensors; optimizer and checkpoints see its DTensors
         dtensors = dict(module._parameters)
         try:
             for name, parameter in dtensors.items():
                 if parameter is not None:
-                    module._parameters[name] = _local(parameter, name, style, rank)
+                    module._parameters[name] = _find_local(parameter, name, style, rank)
             y = forward(*args, **kwargs)
         finally:
             module._parameters.update(dtensors)
@@ -258,13 +262,16 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
 
 
 def _drop_own_features(dropout: nn.Dropout, mesh: DeviceMesh, width: int, x: Tensor) -> Tensor:
-    """Apply dropout to a slice of the features; every process draws all, so that generators stay alike."""
+    """Apply dropout to `x`, this process's slice of `width` features.
+
+    Every process draws the mask of all features, so that the random generators of the processes stay alike.
+    """
     kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
     return x * kept[..., _own_slice(width, mesh)]
 
 
-def _slice(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
-    """Make this process's slice of a module's parameter, or a replica."""
+def _slice_parameter(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a module's parameter as a DTensor: cut in the dim that `cut` names (`Style.cut`), or replicated."""
     parameter = module.get_parameter(name)
     placements: list[Placement] = [Replicate()]
     if cut is not None and (cut, name) != ("in", "bias"):  # a bias has no input features
@@ -279,33 +286,18 @@ def _slice(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> n
     return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-def join_parts(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    *,
-    like: Tensor,
-) -> DTensor:
-    """Make a DTensor of the processes' parts, with the shape and strides of the tensor `like`."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+def join_parts(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:
+    """Make a DTensor of which each process has its part `local`, with the shape and strides of the tensor `like`.
+
+    Nothing is sent.
+    """
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def _local(
-    parameter: Any,
-    name: str,
-    style: Style,
-    rank: int,
-) -> Tensor:
-    """Return a DTensor parameter's local tensor, which passes its gradient on to the parameter.
+def _find_local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
+    """Return the local tensor of a DTensor parameter called `name`, which passes its gradient on to the parameter.
 
-    It is made once, and kept as the parameter's attribute `local`.
+    The local tensor is made once, and kept as the parameter's attribute `local`.
     """
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
@@ -315,13 +307,13 @@ def _local(
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
-            # weakly, as the parameter holds the local tensor, and so the hook
-            local.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(parameter), placements))
+            # a weak reference, as the parameter holds the local tensor, and so the hook
+            local.register_post_accumulate_grad_hook(partial(_pass_gradient_on, weakref.ref(parameter), placements))
     return parameter.local
 
 
-def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor) -> None:
-    """Move a local tensor's gradient to its DTensor parameter, and add it to what is there."""
+def _pass_gradient_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor) -> None:
+    """Move a local tensor's gradient to the DTensor parameter that owns it, and add it to what is there."""
     parameter = owner()
     grad = local.grad
     local.grad = None
@@ -332,7 +324,10 @@ def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: Tensor)
 
 
 def _make_sliced_lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Make a forward that embeds the tokens of this process's rows, and gives 0 for other tokens."""
+    """Return a forward that embeds the tokens whose rows this process has, and gives 0 for other tokens.
+
+    The sum over processes then has the embeddings of all tokens.
+    """
     lookup = module.forward
     n_rows = module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start

@@ -18,7 +18,7 @@ FAMILIES = ("gpt2", "gpt_neox", "llama")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "SplitModel":
-    """Shard a copy of a model, which should be on the CPU; InputError if the package cannot shard it."""
+    """Shard a copy of a model, which should be on the CPU; raise InputError if the package cannot shard it right."""
     config = model.config
     fits = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa") and len(devices) > 1
     if config.model_type == "llama":
@@ -75,7 +75,7 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Make the whole model's state dict, with slices joined, on the CPU."""
+        """Return the whole model's state dict; slices are joined on the CPU."""
         self.sliced.sharding_manager._last_versions = None  # as in `forward`
         self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
         joined = {}
@@ -86,7 +86,10 @@ class SplitModel(torch.nn.Module):
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
-    """Return the package's config for a model, with corrected rules, and its rule for biases of summed outputs."""
+    """Return the package's config for a model, with corrected rules, and the rule for biases of summed outputs.
+
+    By that rule the first device has the whole bias.
+    """
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split

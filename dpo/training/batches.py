@@ -131,10 +131,7 @@ class Batches:
         """Return the examples with token ids, truncated to the plan's lengths."""
         plan = self.plan.data
         return encode_examples(
-            texts,
-            self.data.encode,
-            max_length=plan.max_length,
-            max_prompt_length=plan.max_prompt_length,
+            texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
         )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:

@@ -74,11 +74,7 @@ class Evaluator:
         return choose_sampling(
             self.objective.policy,
             self.data.tokenizer,
-            {
-                "temperature": plan.sample_temperature,
-                "top_p": plan.sample_top_p,
-                "top_k": plan.sample_top_k,
-            },
+            {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k},
             chat=all(self.data.test[example.id[0]].rendered for example in chain(*self.sampled)),
             cache_implementation=self.plan.model.cache_implementation,
         )

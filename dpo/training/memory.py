@@ -79,6 +79,7 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     `policy` may be on the meta device. `frozen` says how a process has frozen weights (`decide_frozen_weights`).
     """
     dims = plan.dims
+    # processes over which trained and frozen weights are divided
     n_shards = n_frozen_shards = dims.shard_size * dims.tensor_size
     is_whole = frozen == "whole"
     if is_whole:
@@ -197,10 +198,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             kept.add(tensor.untyped_storage())
         return tensor
 
-    with (
-        saved_tensors_hooks(keep, lambda tensor: tensor),
-        _OnMeta(DTYPES.get(plan.model.autocast)),
-    ):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(DTYPES.get(plan.model.autocast)):
         layout.forward(policy.train(), microbatch.to("meta").inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
@@ -225,6 +223,7 @@ class _OnMeta(TorchFunctionMode):
         self.autocast = autocast
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with its inputs cast as autocast does; attention keeps what fused kernels keep."""
         kwargs = kwargs or {}
         if self.autocast and function in PRODUCTS:
             args = [self._cast(value) for value in args]
@@ -234,6 +233,7 @@ class _OnMeta(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
+        """Cast a floating-point tensor to the dtype of autocast; any other value stays."""
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(self.autocast)
         return value

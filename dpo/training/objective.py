@@ -222,6 +222,7 @@ class Objective:
             return layout.forward(model, inputs, with_squares=with_squares)
 
     def autocasting(self) -> torch.autocast:
+        """Return the context of all forward passes: `autocast`, or nothing if that is None."""
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     @torch.no_grad()
@@ -255,7 +256,8 @@ class Objective:
     def prepare(self, batch: Batch) -> BatchContext:
         """Compute what the microbatches of a batch share, before any of them is run for its gradient.
 
-        A statistic of the batch costs an additional forward pass of policy and reference on all microbatches.
+        The statistic of the batch (`Loss.batch_statistic`), if the loss has one, costs an additional forward pass of
+        policy and reference on all microbatches.
         """
         weights = scale_weights(batch.weights)  # in float64, as float32 may not hold them
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())  # all are 0 if all examples are ties
@@ -286,13 +288,7 @@ class Objective:
         statistic[has_weight] = values
         return self._to_device(statistic.float())
 
-    def losses(
-        self,
-        microbatch: Microbatch,
-        context: BatchContext,
-        *,
-        split: str,
-    ) -> tuple[Tensor, NamedTensors]:
+    def losses(self, microbatch: Microbatch, context: BatchContext, *, split: str) -> tuple[Tensor, NamedTensors]:
         """Return the losses of a microbatch on the device, (B,), and its detached metrics, (B,) each (`_metrics`).
 
         `split`, "train" or "eval", is a part of the metrics' names.
@@ -319,7 +315,8 @@ class Objective:
         """Return metrics per example, (B,) each, and with them the reference's log-probabilities, for its cache."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.trains_on in ("pairs", "lists"):
-            chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
+            chosen = output.rewards["chosen"]
+            rejected = output.rewards["rejected"]
             if not self.models_are_equal:
                 is_right = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
                 metrics[f"rewards_{split}/accuracies"] = is_right
@@ -337,11 +334,7 @@ class Objective:
         return metrics | {f"loss/{split}": output.losses.detach()}
 
     def reduce(
-        self,
-        metrics: MicrobatchMetrics,
-        n_examples: int,
-        cache_rows: Sequence[int],
-        **scalars: Tensor,
+        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
     ) -> Reduced:
         """Call `reduce_metrics`, and store the reference's log-probabilities in the rows `cache_rows` of its cache.
 
@@ -399,10 +392,7 @@ class Objective:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
-            weights = torch.tensor(
-                [weight for batch in batches for weight in batch.weights],
-                dtype=torch.float64,
-            )
+            weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=torch.float64)
             metrics["rewards_eval/auc"] = per_example_auc(rewards, has_role["chosen"], weights)
         return Reduced(metrics, {})
 
@@ -490,13 +480,7 @@ class Objective:
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 
 
-def make_objective(
-    plan: Plan,
-    policy: Any,
-    reference: Reference | None,
-    data: TrainingData,
-    mesh: Mesh,
-) -> Objective:
+def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh) -> Objective:
     """Make an objective, with a layout that both models support, and find out whether the models are equal."""
     # A scaled loss keeps small gradients of activations from becoming 0 in float16. The gradients of float16 weights
     # are in float16 themselves, so scaling them back would lose what is small in any case.

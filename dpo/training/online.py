@@ -66,13 +66,7 @@ class Sampler:
     stop: StopRequest
     rows: int  # prompts that a process answers at a time
 
-    def answer(
-        self,
-        model: Any,
-        prompts: Sequence[Tokens],
-        numbers: Sequence[int],
-        sampling: Sampling,
-    ) -> list[Answer]:
+    def answer(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
         """Answer prompts of this process, token ids, while all others answer theirs.
 
         `numbers` has each answer's number in the run, which seeds its random numbers together with `sampling.seed`.
@@ -147,12 +141,7 @@ class OnlineBatches(Batches):
         self.scorer = load_scorer(plan, objective.device, rows=sampler.rows)
         self.states = {"online": self}
         self.counts = [1] * len(data.train)  # an epoch visits each prompt once
-        once = iterate_once(
-            [1] * len(data.test),
-            batch_size=1,
-            n_examples=plan.data.n_eval_examples,
-            seed=self.seed,
-        )
+        once = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
         # `once` yields batches of one id each
         self.held_out = [data.test[index] for [(index, _)] in once]
         self._encoded = [make_prompt_example(prompt, data, plan) for prompt in self.held_out]
@@ -163,11 +152,7 @@ class OnlineBatches(Batches):
         self.sampling = choose_sampling(
             objective.policy,
             data.tokenizer,
-            {
-                "temperature": plan.online.temperature,
-                "top_p": plan.online.top_p,
-                "top_k": 0,
-            },
+            {"temperature": plan.online.temperature, "top_p": plan.online.top_p, "top_k": 0},
             max_new_tokens=plan.online.max_new_tokens,
             seed=(self.seed,),
             cache_implementation=plan.model.cache_implementation,
@@ -208,19 +193,9 @@ class OnlineBatches(Batches):
 
         started = time.perf_counter()
         policy = self.objective.policy.eval()
-        answers = self.sampler.draw(
-            policy,
-            [to_answer[i] for i in repeated],
-            numbers,
-            self.sampling,
-            n_each=n_samples,
-        )
+        answers = self.sampler.draw(policy, [to_answer[i] for i in repeated], numbers, self.sampling, n_each=n_samples)
         sampled = time.perf_counter()
-        answers = self._score(
-            [prompts[i] for i in repeated],
-            answers,
-            seed=(self.seed, update, SCORING_STREAM),
-        )
+        answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
         scored = time.perf_counter()
 
         drawn = {}
@@ -307,13 +282,7 @@ class OnlineBatches(Batches):
         release_gathered(model)
         return self._score(self.held_out, answers, seed=(self.seed, stream, HELD_OUT_STREAM))
 
-    def _score(
-        self,
-        prompts: Sequence[Prompt],
-        answers: Sequence[Answer],
-        *,
-        seed: Sequence[int],
-    ) -> list[Answer]:
+    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
         """Return the answers with their scores, on every process; `missing_eos_penalty` is subtracted without an EOS.
 
         `prompts` has the prompt of each answer. `seed` is that of the random numbers that a scorer may draw. Raises

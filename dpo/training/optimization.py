@@ -106,14 +106,7 @@ class Schedule(LambdaLR):
     base rate (`lr_scaling`).
     """
 
-    def __init__(
-        self,
-        training: TrainingPlan,
-        optimizer: torch.optim.Optimizer,
-        *,
-        updates: int,
-        data_size: int,
-    ):
+    def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
         decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
         # an attribute, as LambdaLR saves these in checkpoints, so that a run made longer keeps its warm-up

@@ -34,13 +34,7 @@ class TrainerParts(RunState):
     """The parts of a trainer, made in this order."""
 
     def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        models: tuple | None,
-        *,
-        rank: int,
-        resume_from: Path | None = None,
+        self, plan: Plan, data: TrainingData, models: tuple | None, *, rank: int, resume_from: Path | None = None
     ):
         """Make all parts; restore those that a checkpoint has, if `resume_from` is one.
 
@@ -59,12 +53,7 @@ class TrainerParts(RunState):
         reference = self._make_reference(reference, policy, frozen_digest)
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
-        self.scheduler = Schedule(
-            plan.training,
-            self.optimizer,
-            updates=data.report.updates,
-            data_size=mesh.data_size,
-        )
+        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
         batch_size = (plan.online and plan.online.batch_size) or plan.data.eval_batch_size
         rows = max(1, batch_size // mesh.data_size)  # prompts that a process answers at a time
         sampler = Sampler(data.tokenizer, self.objective, self.progress, self.stop, rows)
@@ -75,11 +64,7 @@ class TrainerParts(RunState):
         self.evaluator = Evaluator(self.batches, sampler)
         run_dir = Path(plan.run.local_run_dir)
         self.checkpoints = Checkpoints(
-            run_dir,
-            mesh,
-            self.evaluator.interval.keep,
-            self.progress.line,
-            self.evaluator.n_examples,
+            run_dir, mesh, self.evaluator.interval.keep, self.progress.line, self.evaluator.n_examples
         )
         context = RunContext(plan, run_dir, rank, data, self.progress.line, policy)
         self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)
@@ -142,12 +127,13 @@ class TrainerParts(RunState):
         check_positions(policy, plan.data.max_length)
         if plan.training.activation_checkpointing:
             checkpoint_activations(policy)
-        return place(plan, policy, self.mesh, self.frozen_whole, plan.compute_dtype), frozen_digest
+        policy = place(plan, policy, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.compute_dtype)
+        return policy, frozen_digest
 
     def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
         """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
         plan = self.plan
-        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()  # of the cache, one for each example
+        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()  # rows of the cache, one for each example
         identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if plan.loss.mismatched:
             n_rows *= 2  # a mismatched example for each example
@@ -161,7 +147,7 @@ class TrainerParts(RunState):
                 raise InputError(f"loss={plan.loss.name} needs a reference model")
             return None
         model, digest = load_reference(reference, plan)
-        model = place(plan, model, self.mesh, self.frozen_whole, plan.reference_dtype)
+        model = place(plan, model, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.reference_dtype)
         return Reference(model, digest, logps)
 
 
@@ -178,7 +164,7 @@ def agree_on_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     return frozen == "whole"
 
 
-def place(plan: Plan, model: Any, mesh: Mesh, frozen_whole: bool, compute_dtype: str) -> Any:
+def place(plan: Plan, model: Any, mesh: Mesh, *, frozen_whole: bool, compute_dtype: str) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one, as the plan says; return it.
 
     `frozen_whole` and `compute_dtype`, a name in `DTYPES`, are for several processes (`distribute`).

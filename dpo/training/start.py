@@ -124,29 +124,34 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
-    if is_rank_0() and not plan.run.debug:  # its machine has the directory
-        interval = evaluator.interval
-        # checkpoints that will be on the disk together
-        n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
-        if interval.keep:
-            n_kept = min(n_kept, interval.keep + 1)  # and BEST
-        weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
-        # a checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone
-        n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
-        run_dir = Path(plan.run.local_run_dir)
-        # a resumed run has written some of its checkpoints already
-        n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
-        free = shutil.disk_usage(run_dir).free
-        note = (
-            f"the run's files take about {n_bytes / 1e9:.3g} GB on disk, where {free / 1e9:.3g} GB are free: "
-            f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
-        )
-        if n_bytes - n_there > free and plan.run.check_disk:
-            raise InputError(f"{note}; or set check_disk=false")
-        notes.append(note)
+    if is_rank_0() and not plan.run.debug:  # rank 0's machine has the run's directory
+        notes.append(_check_disk(plan, data, evaluator))
     if is_first:
         notes.append(list_first_tasks(plan))
     return notes
+
+
+def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
+    """Return a line on the disk space that the run's files need; raise InputError if less is free."""
+    interval = evaluator.interval
+    # checkpoints that will be on the disk together
+    n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+    if interval.keep:
+        n_kept = min(n_kept, interval.keep + 1)  # and BEST
+    weights = sum(parameter.nbytes for parameter in trained_parameters(evaluator.objective.policy))
+    # a checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone
+    n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
+    run_dir = Path(plan.run.local_run_dir)
+    # a resumed run has written some of its checkpoints already
+    n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
+    free = shutil.disk_usage(run_dir).free
+    note = (
+        f"the run's files take about {n_bytes / 1e9:.3g} GB on disk, where {free / 1e9:.3g} GB are free: "
+        f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
+    )
+    if n_bytes - n_there > free and plan.run.check_disk:
+        raise InputError(f"{note}; or set check_disk=false")
+    return note
 
 
 def list_first_tasks(plan: Plan) -> str:
