@@ -40,7 +40,7 @@ FAILURE_FILE = "failure.json"
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Reads a run's results from its directory. The run may still train, and a command line may have started it."""
+    """The results of a run, read from its directory. The run may still train, or be one of the command line."""
 
     directory: Path
 
@@ -68,6 +68,7 @@ class Result:
         return self.directory / "LATEST" / "hf"
 
     def _read(self, name: str) -> "pd.DataFrame":
+        """Read a file of JSON lines, each of which becomes a row."""
         import pandas as pd
 
         # only complete lines: a run that trains may be writing the last one
@@ -83,11 +84,11 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
 
     `keys` is a mapping, `{"loss": "dpo", "loss.beta": 0.1}`, or the words of a command line as a list or a string,
     `"loss=dpo loss.beta=0.1"`. `data` replaces the key `datasets`. It is a path, or rows as in docs/formats.md: a list
-    of mappings, a `DataFrame` or a `datasets.Dataset`. Raises InputError for bad input, and RunError if the run fails.
-    On an interrupt, the run saves a checkpoint before it ends.
+    of mappings, a `DataFrame` or a `datasets.Dataset`. Returns when the run has ended. Raises InputError for bad input,
+    and RunError if the run fails. On an interrupt, the run saves a checkpoint before it ends.
     """
     if isinstance(keys, Mapping):
-        overrides = [f"{key}={_write(value)}" for key, value in keys.items()]
+        overrides = [f"{key}={_write_value(value)}" for key, value in keys.items()]
     else:
         overrides = shlex.split(keys) if isinstance(keys, str) else [*keys]
     given = {parse_key(override): override for override in overrides}
@@ -97,7 +98,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     if data is not None and other_data:
         raise InputError(f"data and {', '.join(other_data)} exclude each other: use one")
     if isinstance(data, (str, Path)):
-        overrides.append(f"datasets={_write([data])}")
+        overrides.append(f"datasets={_write_value([data])}")
     elif data is not None:
         # whoever has a DataFrame has imported pandas
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
@@ -106,36 +107,37 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         stored = store_rows({"datasets": data, "local_dirs": local_dirs and PARSER.parse_override(local_dirs).value()})
         if "dataset_sources" not in stored:  # `store_rows` did not recognize `data` as rows
             raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
-        overrides += ["datasets=[rows]", f"dataset_sources.rows={_write(stored['dataset_sources']['rows'])}"]
+        overrides += ["datasets=[rows]", f"dataset_sources.rows={_write_value(stored['dataset_sources']['rows'])}"]
     if not given.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
-    return Result(_train(overrides))
+    return Result(_train_in_child(overrides))
 
 
-def _write(value: Any) -> str:
-    """Write a value in the grammar of Hydra's overrides, so that the child's parser reads the same value."""
+def _write_value(value: Any) -> str:
+    """Write a value in the grammar of Hydra's overrides, from which the child's parser reads the same value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_write(part)}" for name, part in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_write_value(part)}" for name, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_write, value))}]"
+        return f"[{','.join(map(_write_value, value))}]"
     if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before them
         text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
         return "'" + text.replace("'", r"\'") + "'"
     return str(value)
 
 
-def _train(overrides: Sequence[str]) -> Path:
+def _train_in_child(overrides: Sequence[str]) -> Path:
     """Train in a child process, and return the run's directory.
 
-    Meanwhile the child's messages are shown, and its updates as a progress bar.
+    Meanwhile the child's messages are shown, and its updates as a progress bar. On an exception here, such as an
+    interrupt, the child is told to stop, and waited for.
     """
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
         output = _Tail(Path(folder, "output.txt"))
         place = Path(folder, PLACE_FILE)  # holds the run's directory, once the child knows it
-        metrics = None
-        start = f"from dpo.api import _start; _start({os.getpid()}, {folder!r})"
+        metrics = None  # the run's metrics.jsonl, once its directory is known
+        start = f"from dpo.api import _run_child; _run_child({os.getpid()}, {folder!r})"
         with output.path.open("wb") as file:
             child = subprocess.Popen(
                 **host.python_command("-c", start, *overrides),
@@ -156,7 +158,7 @@ def _train(overrides: Sequence[str]) -> Path:
                     metrics = _Tail(Path(place.read_text(encoding="utf-8"), "metrics.jsonl"))
                 if metrics is not None:
                     preflight = metrics.path.with_name("preflight.json")
-                    if bar.total is None and preflight.exists():
+                    if bar.total is None and preflight.exists():  # written once the data is loaded
                         bar.total = read_json(preflight)["updates"]
                     for line in metrics.read():
                         bar.update(json.loads(line)["updates"] - bar.n)  # it takes the increase
@@ -193,10 +195,11 @@ class _Tail:
         return new
 
 
-def _start(parent: int, folder: str) -> None:
-    """Train in this process, the child that `_train` starts, which ends when its parent does.
+def _run_child(parent: int, folder: str) -> None:
+    """Train in this process, the child that `_train_in_child` starts, by the overrides on its command line.
 
-    Files in `folder` tell the parent the run's directory, and why the run failed if it did.
+    It stops when its parent, whose process id is `parent`, ends. Files in `folder` tell the parent the run's directory,
+    and why the run failed if it did.
     """
     end_with_parent(parent, signal.SIGTERM)
     host.harden_stdio()

@@ -18,7 +18,7 @@ ADVICE_BY_WORDS = {  # what to do about errors of the system and of NCCL, by wor
 class InputError(ValueError):
     """Bad input, explained in one sentence with the value and the fix. Commands then exit with status 2.
 
-    An error that is neither this nor a RunError is a bug of ours.
+    An error that reaches the user, and is neither an InputError nor a RunError, is a bug of ours.
     """
 
 
@@ -35,13 +35,13 @@ class ScorerFailed(RunError):
 
 
 class SamplingFailed(Exception):
-    """Samples could not be drawn; every process raises it if one fails, and training goes on."""
+    """Samples could not be drawn. If one process fails, every process raises this error, and training goes on."""
 
 
 class WarningLine(str):
-    """A line that begins with `warning: `; a run records those that are printed."""
+    """A line that begins with `warning: `. A run's log recognizes the class, and records the warnings printed."""
 
-    text: str  # without the beginning
+    text: str  # without `warning: `
 
     def __new__(cls, text: str) -> "WarningLine":
         line = super().__new__(cls, f"warning: {text}")
@@ -69,7 +69,10 @@ def one_sentence(error: BaseException) -> str:
 
 
 def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
-    """Return ": did you mean NAME?" if a name is similar to what was given, else ""."""
+    """Return ": did you mean NAME?" if one of `names` is similar to what was given, else "".
+
+    `likeness`, from 0 to 1, is how similar a name must at least be, by difflib's ratio.
+    """
     by_lowercase = {name.lower(): name for name in names}
     given = given.lower()
     swapped = [name for name in by_lowercase if sorted(name) == sorted(given)]  # such as dpo for dop
@@ -79,6 +82,7 @@ def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
 
 
 def find_advice(error: BaseException) -> str | None:
+    """Return what a user can do about an error of the system or of NCCL; None if we know nothing."""
     for words, advice in ADVICE_BY_WORDS.items():
         if words in str(error):
             return advice
@@ -87,7 +91,7 @@ def find_advice(error: BaseException) -> str | None:
 
 @contextmanager
 def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
-    """Replace errors of the class or classes `errors` by what `make` returns for their message."""
+    """Replace errors inside that are of the class or classes `errors` by the exception `make(message)`."""
     try:
         yield
     except errors as error:
@@ -95,13 +99,13 @@ def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
 
 
 def needing(package: str) -> AbstractContextManager:
-    """Make the lack of an optional package an InputError that says how to install it."""
+    """Replace the error of an import inside, if a package is missing, by an InputError that says how to install it."""
     return explaining(ModuleNotFoundError, lambda why: InputError(f"{why}: pip install {package}"))
 
 
 @contextmanager
 def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
-    """Replace an error that a library raises by what `make` returns for it.
+    """Replace an error that a library raises inside by the exception `make(error)`.
 
     Errors that are already explained, a lack of memory and the failure of another process pass unchanged, as callers
     handle them.
@@ -131,6 +135,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def explaining_full_disk() -> Iterator:
+    """Replace an error inside that says that the disk is full by a RunError that names the file."""
     try:
         yield
     except OSError as error:
@@ -140,6 +145,6 @@ def explaining_full_disk() -> Iterator:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether a collective or the store failed, probably because another process did."""
+    """Whether a collective or torch's store failed, probably because another process did."""
     classes = {base.__name__ for base in type(error).__mro__}  # by name, as importing torch takes seconds
     return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source

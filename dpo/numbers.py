@@ -6,7 +6,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """Write a number with `digits` significant digits; a larger one in full, as in `12,345`, and without exponent."""
+    """Write a number with `digits` significant digits; if more stand before the point, in full, as in `12,345`."""
     if abs(value) >= 10**digits:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -21,11 +21,12 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def signed(value: float) -> str:
+    """Write a number as `figure` does, with a plus sign if it is not negative."""
     return f"+{figure(value)}" if value >= 0 else figure(value)
 
 
 def percent(share: float) -> str:
-    """Write a share, a number from 0 to 1, in percent, with a decimal near 0 and 1."""
+    """Write a share, 1 for all, in percent, with a decimal near 0 and 1; "unknown" if it is not finite."""
     if not math.isfinite(share):
         return "unknown"
     has_decimal = 0.99 < share < 0.9995 or 0.0005 <= share < 0.01
@@ -36,6 +37,6 @@ def percent(share: float) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """Write a number with its noun, such as `1 update` or `2,048 updates`."""
+    """Write a number with its noun, such as `1 update` or `2,048 updates`; `many` is a plural other than ONEs."""
     noun = one if n == 1 else many or f"{one}s"
     return f"{n:,.0f} {noun}"

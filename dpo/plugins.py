@@ -20,9 +20,11 @@ _digests: dict[Path, str] = {}  # by file that has run
 
 
 def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
-    """Add `loss=NAME`, a function like those of `dpo.losses.formulas`; `needs` are fields of `dpo.losses.Loss`.
+    """Add `loss=NAME`, whose formula is a function like those of `dpo.losses.formulas`.
 
-    Its keyword-only parameters are the keys `loss.PARAMETER`, with their types, bounds and defaults.
+    The formula's keyword-only parameters become the keys `loss.PARAMETER`, with their types, bounds and defaults.
+    `needs` are fields of `dpo.losses.Loss`. Raises InputError for a parameter without a type, or with another type than
+    a parameter of this name has in another loss.
     """
     _check_name(name, LOSSES, "loss")
     loss = Loss(formula, **needs)
@@ -88,5 +90,5 @@ def run_plugins(files: Sequence[str]) -> None:
 
 
 def find_digests() -> list[str]:
-    """Return digests of the files that have run. A resumed run compares them with its own."""
+    """Return digests of the files that have run, by which a resumed run or another rank notices different code."""
     return sorted(_digests.values())

@@ -43,7 +43,7 @@ def is_secret(name: Any) -> bool:
 
 
 def _list_secrets() -> Iterator[str]:
-    """Yield the secrets in the environment and in the files of `hf auth login` and `wandb login`, and REMEMBERED."""
+    """Yield REMEMBERED, and the secrets in the environment and in the files of `hf auth login` and `wandb login`."""
     yield from REMEMBERED
     yield from (secret for name, secret in os.environ.items() if is_secret(name))
     home = os.path.expanduser("~")
@@ -60,25 +60,28 @@ def _list_secrets() -> Iterator[str]:
 
 @lru_cache(8)
 def _read_secrets(file: str, changed: int) -> list[str]:
-    """Read a token alone on its line, the values of an INI file, or the passwords of a netrc file.
+    """Find the secrets in a file: tokens alone on their line, values of an INI file, passwords of a netrc file.
 
-    `changed` is the file's time of modification: the cache reads a file again after a new login.
+    `changed` is the file's time of modification, with which the cache notices a new login.
     """
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
 
 
 def shorten(value: Any) -> str:
-    """Return the beginning of a value's `repr`, without secrets, for a message."""
+    """Return the first 80 characters of a value's `repr`, without secrets, for a message."""
     return redact(repr(value))[:80]
 
 
 @lru_cache(1000)
 def _list_forms(secret: str) -> list[str]:
-    """Return a secret as messages, JSON, pages and URLs write it, the longest first, as it may contain the others."""
+    """Return the ways in which messages, JSON, pages and URLs write a secret.
+
+    The longest comes first, as it may contain the others.
+    """
     forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret), " ".join(secret.split())}
     forms.add(quote(secret, safe="", errors="surrogateescape"))
-    # repr escapes a quote if there are quotes of both kinds, some writers of JSON escape a slash
+    # repr escapes a quote if a text has quotes of both kinds, and some writers of JSON escape a slash
     forms |= {form.replace(character, f"\\{character}") for form in forms for character in "'/"}
     return sorted(forms, key=len, reverse=True)
 
@@ -92,6 +95,7 @@ def redact(value: Any) -> Any:
     if isinstance(value, dict):
         redacted = {}
         for key, part in value.items():
+            # an empty value hides nothing, and an interpolation only names a secret
             holds_secret = is_secret(key) and part and not INTERPOLATION.fullmatch(str(part))
             redacted[key] = "REDACTED" if holds_secret else redact(part)
         return redacted

@@ -25,7 +25,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-NEEDED = {  # by a loss, to be complete
+NEEDED = {  # overrides that a loss cannot do without
     "mix": "loss.weights.dpo=1",
     "exo": "loss.label_smoothing=0.1",
     **{name: "unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"},
@@ -74,7 +74,7 @@ LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # kinds o
 
 
 def find_refusal(*choices: str) -> str:
-    """Return the first sentence with which choices of AXES are refused together; "" if they are accepted."""
+    """Return the first sentence with which these choices of AXES are refused together; "" if they are accepted."""
     kind = next((choice for choice in choices if choice in ROWS), "pairs")
     typed = [choice for choice in choices if choice not in ROWS]
     if "online=online" not in typed:  # else it is a run of prompts
@@ -99,7 +99,10 @@ def find_refusal(*choices: str) -> str:
 
 
 def draw_matrix() -> str:
-    """Draw tables of losses against all other choices, and of these against each other."""
+    """Return a page with tables of losses against all other choices, and of these against each other.
+
+    Below the tables are the refusals, whose numbers are in the cells.
+    """
     sentences: dict[str, int] = {}
     axes = {choice: axis for axis, choices in AXES.items() for choice in choices}
     others = [choice for choice in axes if axes[choice] != "loss"]
@@ -130,6 +133,7 @@ def draw_matrix() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in `docs/`."""
     File = import_module("mkdocs.structure.files").File  # not at the top, as tests read the matrix without mkdocs
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
@@ -138,7 +142,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links as the site has them: a file that is no page becomes its name."""
+    """Rewrite links for the site: those to pages get the page's name, those to other files become plain text."""
     if page.file.src_uri in PAGES.values():
         markdown = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", markdown)
 

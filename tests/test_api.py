@@ -15,7 +15,7 @@ from support.pytests import refused
 from support.runs import ROOT, make_environment, read_code, read_metrics, small_run
 
 import dpo
-from dpo.api import _write
+from dpo.api import _write_value
 from dpo.settings.command_line import PARSER, parse_key
 
 ROWS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": f" No {i}."} for i in range(40)]
@@ -115,4 +115,4 @@ VALUES = st.recursive(
 @settings(deadline=None, max_examples=50)
 @given(VALUES)
 def test_every_value_is_read_as_it_was_given(value):
-    assert PARSER.parse_override(f"key={_write(value)}").value() == value
+    assert PARSER.parse_override(f"key={_write_value(value)}").value() == value

@@ -46,7 +46,7 @@ def run_sweep(sweep: Sweep) -> None:
 
 
 def read_tables(files: Sequence[Path]) -> str:
-    """Read the rows of sweeps, and make their tables."""
+    """Read the rows of several sweeps, and return their tables as Markdown."""
     rows = []
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8")):

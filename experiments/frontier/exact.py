@@ -1,4 +1,4 @@
-"""Reward, KL and optima, by enumeration.
+"""Reward, KL and optima, by enumeration. A leaf is one of the possible responses to a prompt.
 
 Log-probabilities and rewards of all responses to all prompts are arrays (prompts, leaves), in float64. Means
 weigh prompts equally. docs/frontier.md has the formulas, and the reason why no policy is above pi*.
@@ -57,7 +57,10 @@ def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
 
 
 def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
-    """Compute values of all leaves, (prompts, leaves), AT_ONCE prompts at a time."""
+    """Compute a value of every response to every prompt, (prompts, leaves), for AT_ONCE prompts at a time.
+
+    `compute` maps a tensor of some prompts to a tensor of their values.
+    """
     parts = []
     with torch.no_grad():
         for part in torch.from_numpy(prompts).split(AT_ONCE):
@@ -87,7 +90,7 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
 
 
 def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
-    """Compute E[r] and KL(policy || reference) of a policy."""
+    """Compute E[r] and KL(policy || reference) of a policy from the `logps` of all responses."""
     probabilities = np.exp(logps)
     log_ratios = np.where(probabilities > 0, logps - reference, 0)
     reward = (probabilities * rewards).sum(-1).mean()
@@ -96,7 +99,7 @@ def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) ->
 
 
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
+    """Compute log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
 
     pi*(y | x) = pi_ref(y | x) exp(r(x, y) / beta) / Z(x), and `reference` is log pi_ref. With a reward model's scores
     for `rewards`, pi* is the best policy that PPO on this reward model could find.
@@ -108,7 +111,7 @@ def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarr
 
 
 class Limit:
-    """The reference and the true reward, which determine pi*.
+    """The reward that policies can reach at most, given by pi*, which the reference and the true reward determine.
 
     Both are for all responses to the prompts on which policies are measured, (prompts, leaves).
     """
@@ -123,14 +126,15 @@ class Limit:
         return [self.find_optimum(beta) for beta in OPTIMAL_BETAS]
 
     def find_optimum(self, beta: float) -> Point:
+        """Return the reward and KL of pi* for this beta."""
         logps = optimum(beta, self.reference, self.rewards)
         return make_point(logps, self.reference, self.rewards)
 
     def most_reward(self, kl: float) -> float:
-        """Highest expected reward of any policy with this mean KL.
+        """Return an upper bound of the expected reward of policies with this mean KL, which is nearly tight.
 
         For any beta, pi* maximizes E[r] - beta KL over all policies, so every policy is on or below the line of slope
-        beta through the point of pi*. This bound is tight if pi* has about this KL, as the line then touches the
+        beta through the point of pi*. The beta used is one whose pi* has about this KL, as the line then touches the
         frontier close by.
         """
         if kl <= 0:
@@ -149,7 +153,10 @@ class Limit:
         return min(bound, best)
 
     def measure(self, logps: np.ndarray, *, optimal: bool = False) -> dict[str, float]:
-        """Measure a policy for its row; `optimal`: the policy is pi*."""
+        """Return a policy's reward and KL, and the highest reward at this KL, for its row.
+
+        `optimal` says that the policy is pi*, whose own reward is the highest.
+        """
         reward, kl = make_point(logps, self.reference, self.rewards)
         most_reward = reward if optimal else self.most_reward(kl)  # of any policy with this KL
         return {

@@ -55,7 +55,7 @@ def write_model(directory: Path, task: Task) -> None:
 
 
 def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
-    """Write a dataset in a form that train.py reads."""
+    """Write a dataset of two splits, a file of JSON lines each, as train.py reads it."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, pairs in (("train", train), ("test", test)):
         lines = []
@@ -74,7 +74,7 @@ def read_pairs(file: Path, task: Task) -> Pairs:
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
-    """Write a scorer's file; return the value of `online.function`."""
+    """Write a Python file with the scorer of `noisy_scorer`; return the value of `online.function` that names it."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
     code = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
@@ -83,7 +83,7 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
 
 
 def load_policy(model: Path, archive: Path) -> Any:
-    """Load a model with the weights of a `policy.pt`, to measure it."""
+    """Load the model whose config is in `model` with the weights of `archive`, a `policy.pt`, to measure it."""
     from dpo.models.paths import ModelPath
     from dpo.models.pretrained import load_model
 

@@ -1,6 +1,6 @@
-"""Jobs of a sweep: a process for each run, its rows, and what a stop leaves.
+"""Jobs of a sweep: each trains and measures a policy in a process of its own, which is forked after all imports.
 
-A policy is trained and measured in one process, which is forked after all imports.
+A job writes rows, one for each policy that is measured. After a stop, the same sweep does only the other jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IMPORTED = (
     "dpo.train",
     "dpo.trainers",
 )
-BAD_INPUT = 2  # exit status of train.py
+BAD_INPUT = 2  # exit status of train.py for a wrong command line or wrong data
 OUTPUT = "output.txt"  # in a job's directory: what its process prints
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 def import_all() -> None:
-    """Import modules before runs are forked from this process."""
+    """Import what runs need before they are forked from this process, and give each of them one thread on the CPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # every core has a run
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warn of every fork
@@ -67,15 +67,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as a JSON list with a row per line."""
     write_whole(path, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], list[Row]]) -> Iterator[tuple[Job, list[Row]]]:
-    """Run jobs on all cores, and yield each with the rows that `finish` returns.
+    """Run jobs, one per core at a time, and yield each with its rows once it is done.
 
-    `finish` is called in the process that trained. Jobs that were done before come first.
-
-    Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
+    `finish(job)` returns a job's rows, and is called in the job's process once train.py has run there. Jobs that were
+    done before come first. Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
     """
     done = [job for job in jobs if job.result.exists()]
     waiting = [job for job in jobs if job not in done]
@@ -112,7 +112,7 @@ def _read_rows(job: Job) -> list[Row]:
 
 
 def _run_job(job: Job, finish: Callable[[Job], list[Row]]) -> None:
-    """Run a job in this process, with its output in `OUTPUT`."""
+    """Run a job in this process, which is forked for it: train, write its rows, and print to the file OUTPUT."""
     if (job.directory / OUTPUT).exists():
         shutil.rmtree(job.directory, ignore_errors=True)  # left by a run that was killed
     job.directory.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ STYLES = {  # of methods; the colours are Okabe and Ito's, which colour-blind re
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw a task's limit, and lines through means over seeds."""
+    """Draw the optimum's curve of reward against KL, and each method's, of means over seeds; save the picture."""
     picture = Figure(figsize=(7.0, 5.6), dpi=200, layout="constrained")
     axis = picture.add_subplot()
     # the reference and pi*, whose reward and KL rise together

@@ -68,9 +68,9 @@ class RewardModel(torch.nn.Module):
 
 
 def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> Any:
-    """Train a copy of the reference, or a reward model.
+    """Train what `run.method` says, a copy of the reference or a reward model, and return it in eval mode.
 
-    The rate falls by a cosine to 0 at the last of the `updates`.
+    The learning rate falls by a cosine to 0 at the last of the `updates`.
     """
     if run.method in REWARD_MODELS:
         torch.manual_seed(run.seed)
@@ -102,7 +102,7 @@ def train(reference: Any, task: Task, pairs: Pairs, run: Run, updates: int) -> A
 
 
 def _draw_batches(pairs: Pairs, size: int, rng: np.random.Generator) -> Iterator[Pairs]:
-    """Yield batches of whole passes, each in a new order."""
+    """Yield batches of `size` pairs without end. Each pass over the pairs has a new order, and drops a smaller rest."""
     n = len(pairs.prompts)
     while True:
         order = rng.permutation(n)
@@ -116,9 +116,9 @@ def _draw_batches(pairs: Pairs, size: int, rng: np.random.Generator) -> Iterator
 
 
 def compute_unlikelihood(policy: Any, batch: Pairs, alpha: float) -> torch.Tensor:
-    """Loss of Unlikelihood, whose second term is from arXiv 1908.04319.
+    """Compute the mean loss of Unlikelihood, whose second term is from arXiv 1908.04319.
 
-    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
+    A pair's loss is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
     """
     chosen = _token_logps(policy, batch.prompts, batch.chosen).sum(-1)
     rejected = _token_logps(policy, batch.prompts, batch.rejected)
@@ -146,7 +146,10 @@ def compute_objective(
     prompts: np.ndarray,
     beta: float,
 ) -> torch.Tensor:
-    """Mean over prompts of E[r] - beta KL, which PPO estimates, with its exact gradient."""
+    """Compute the mean over prompts of E[r] - beta KL, exactly and so that autograd gives its exact gradient.
+
+    PPO maximizes estimates of this objective.
+    """
     rewards = torch.from_numpy(task.reward_leaves(prompts))
     reference_logps = torch.from_numpy(exact.leaf_logps(reference, task, prompts))
     logps = exact.compute_logps(policy, task, torch.from_numpy(prompts))

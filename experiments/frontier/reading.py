@@ -1,4 +1,7 @@
-"""Tables of the rows of `experiments.frontier`."""
+"""Tables of the rows of `experiments.frontier`, of which each is a policy's reward and KL.
+
+A unit is a seed of a task; a gap is how far a reward is below that of pi* at the same KL.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,7 @@ Unit = tuple[int, int]  # task and seed
 
 
 class Curve(NamedTuple):
-    """A method's policies, in order of KL.
-
-    The arrays are (units, betas), where a unit is a seed of a task.
-    """
+    """A method's policies, in order of their mean KL. The arrays are (units, betas)."""
 
     units: list[Unit]
     betas: list[float | None]
@@ -41,12 +41,12 @@ class Curve(NamedTuple):
 
 
 def list_methods(rows: Sequence[Row]) -> list[str]:
-    """List the methods that come from runs."""
+    """List the methods whose policies were trained, unlike the reference and pi*."""
     return [*dict.fromkeys(row["method"] for row in rows if row["seed"] is not None)]
 
 
 def collect_curve(rows: Sequence[Row], method: str) -> Curve:
-    """Collect a method's rows, which differ in unit and beta."""
+    """Collect a method's rows, one for each unit and beta."""
     row_at = {}
     for row in rows:
         if row["method"] == method:
@@ -99,7 +99,7 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
 
 
 def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Compute each unit's reward at this KL, (units,): pi*'s less the gap."""
+    """Compute each unit's reward at this KL, (units,), which is pi*'s less the gap."""
     limits = [most_reward(rows, kl, task) for task, _ in curve.units]
     return np.array(limits) - find_gaps(curve, kl)
 
@@ -160,7 +160,7 @@ def make_tables(rows: Sequence[Row]) -> str:
 
 
 def _make_planned_table(rows: Sequence[Row]) -> str:
-    """Tabulate the planned differences whose methods were run."""
+    """Tabulate those of the comparisons in PLANNED whose methods were run."""
     lines = [["difference of rewards", *(f"KL {kl:g}" for kl in PLANNED_KLS)]]
     methods = list_methods(rows)
     for first, second in PLANNED:
@@ -179,6 +179,7 @@ def _make_planned_table(rows: Sequence[Row]) -> str:
 
 
 def _make_reward_table(rows: Sequence[Row]) -> str:
+    """Tabulate each method's reward at equal KL, and that of pi* in the last line."""
     lines = [["reward at", *(f"KL {kl:g}" for kl in REWARD_KLS)]]
     for method in list_methods(rows):
         curve = collect_curve(rows, method)

@@ -30,10 +30,10 @@ EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
 class Size(NamedTuple):
     """Size of the experiment."""
 
-    pairs: int
+    pairs: int  # for training, of each seed
     sft_epochs: int
     seeds: tuple[int, ...]
-    most_passes: int = 64
+    most_passes: int = 64  # over the pairs, whatever the method's number is
 
 
 class Run(NamedTuple):
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 def list_runs(size: Size) -> list[Run]:
-    """List a sweep's runs."""
+    """List the runs of a sweep, one for each seed, method and beta."""
     wanted = []
     for seed in size.seeds:
         for name, method in METHODS.items():
@@ -76,16 +76,16 @@ def list_runs(size: Size) -> list[Run]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs from one reference."""
+    """All runs from one reference, and their files."""
 
     out: Path
     task: Task
     size: Size
-    overrides: Sequence[str]
+    overrides: Sequence[str]  # for train.py in every run
 
     @cached_property
     def root(self) -> Path:
-        """Directory of these settings; others have another one, so that no run is taken for one of theirs."""
+        """Directory of the sweep's runs, with a digest of the settings in its name: runs of others are not reused."""
         settings = [
             dataclasses.asdict(self.task),
             self.size.pairs,
@@ -205,7 +205,10 @@ class Sweep:
         return Job(directory, overrides)
 
     def finish(self, job: Job, run: Run) -> list[Row]:
-        """Train by `plain.py` if train.py did not, measure, and make rows."""
+        """Train by `plain.py` if train.py did not, measure, and return the run's rows.
+
+        A reward model has a row for each of RM_BETAS, that of its optimal policy; a policy has one.
+        """
         task = self.task
         if job.overrides:
             model = files.load_policy(self.root / "model", job.directory / "LATEST" / "policy.pt")
@@ -237,7 +240,7 @@ class Sweep:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def make_row(self, method: str, logps: np.ndarray, run: Run | None = None, **others: Any) -> Row:
-        """Make the row of a policy; `run`, if any, trained the policy."""
+        """Make the row of the policy with these `logps`, which `run` trained, if any; `others` are more columns."""
         row = {
             "task": self.task.seed,
             "method": method,
@@ -255,7 +258,7 @@ class Sweep:
         return row | others
 
     def list_known(self) -> list[Row]:
-        """List the rows of policies that are known without a run."""
+        """List the rows of policies that are known without a run: the reference and pi*."""
         reference = self.limit.reference
         rows = [self.make_row("sft", reference)]
         for beta in exact.OPTIMAL_BETAS.tolist():
@@ -265,7 +268,7 @@ class Sweep:
 
 
 def _read_ties(job: Job) -> dict[str, float]:
-    """Read the share of an online run's prompts that gave no pair."""
+    """Read the share of an online run's prompts that gave no pair, as the column `ties`; {} of another run."""
     file = job.directory / "metrics.jsonl"
     if not file.exists():
         return {}

@@ -1,8 +1,8 @@
 """Short strings, a known true reward, and labelled pairs.
 
-A prompt is a string of a few symbols, a response one of `response_length` symbols. So a prompt has finitely many
-responses, the leaves of a tree, on which `exact.py` evaluates models. docs/frontier.md has the formulas. Imports no
-torch.
+A prompt is a string of a few symbols, a response one of `response_length` symbols. Both are arrays of symbols' indices.
+So a prompt has finitely many responses, the leaves of a tree, on which `exact.py` evaluates models. The demonstrator is
+a Markov chain that writes the responses for SFT. docs/frontier.md has the formulas. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 SYMBOLS = "abcdefgh"
 SYMBOL_REWARD = 0.5  # for each symbol of a response, in the true reward
 REPETITION_COST = 0.6  # for each pair of equal symbols
-LOGIT_SCALE = 0.7  # for the demonstrator
+LOGIT_SCALE = 0.7  # scales the demonstrator's logits: the smaller, the more random are its responses
 
 
 class Pairs(NamedTuple):
@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
 class Task:
     """Prompts, responses and the true reward, given by these numbers."""
 
-    symbols: int = 5
+    symbols: int = 5  # number of different symbols
     prompt_length: int = 5
     response_length: int = 5
     held_out: int = 500  # number of prompts on which policies are measured
@@ -42,7 +42,7 @@ class Task:
 
     @functools.cached_property
     def _prompts(self) -> np.ndarray:
-        """All prompts, in random order."""
+        """All prompts in random order, (prompts, prompt_length)."""
         prompts = self._list_strings(self.prompt_length)
         rng = np.random.default_rng([self.seed, 1])
         return rng.permutation(prompts)
@@ -59,6 +59,7 @@ class Task:
 
     @property
     def train_prompts(self) -> np.ndarray:
+        """Prompts that are neither held out nor for tuning."""
         return self._prompts[self.held_out + self.for_tuning :]
 
     @functools.cached_property
@@ -104,14 +105,14 @@ class Task:
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
-        """Mean of the demonstrator's raw rewards, and standard deviation within a prompt."""
+        """Mean of the raw rewards of the demonstrator's responses, and their standard deviation within a prompt."""
         rng = np.random.default_rng([self.seed, 3])
         drawn = rng.integers(len(self.train_prompts), size=20_000)
         prompts = self.train_prompts[drawn]
         first = self._raw_reward(prompts, self.demonstrate(prompts, rng))
         second = self._raw_reward(prompts, self.demonstrate(prompts, rng))
         mean = (first + second).mean() / 2
-        variance = ((first - second) ** 2).mean() / 2  # within a prompt
+        variance = ((first - second) ** 2).mean() / 2  # half that of the difference of two responses to a prompt
         return float(mean), float(np.sqrt(variance))
 
     def reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
@@ -150,6 +151,7 @@ class Task:
         return responses
 
     def text(self, symbols: Sequence[int]) -> str:
+        """Write symbols as letters, which `read` reads."""
         return "".join(SYMBOLS[symbol] for symbol in symbols)
 
     def read(self, texts: Sequence[str]) -> np.ndarray:
@@ -164,9 +166,10 @@ def draw_pairs(
     write: Callable[[np.ndarray], np.ndarray],
     rng: np.random.Generator,
 ) -> Pairs:
-    """Draw two different responses to each prompt with `write`, and label them.
+    """Draw two different responses to each prompt, and label them.
 
-    By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)).
+    `write(prompts)` draws one response to each of some prompts. By Bradley and Terry's model y is chosen over z with
+    probability sigmoid(r(y) - r(z)).
     """
     y = write(prompts)
     z = write(prompts)
