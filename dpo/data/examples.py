@@ -198,36 +198,34 @@ def _make_example(
     if not prompt.rendered:
         with naming(f"dataset {prompt.dataset}"):
             refuse_eos([*texts.values(), prompt.text] if prompt.apart else texts.values(), encode.tokenizer)
-    responses = []
+    whole = []  # each response, not yet truncated
     for text, pieces in zip(texts.values(), tokens.responses, strict=True):
-        response = list(chain(*pieces))
+        response = tuple(chain(*pieces))
         # the template may have written another end token than EOS
         if not (prompt.rendered and text.endswith(encode.ends)):
-            response.append(encode.eos)
-        responses.append(response)
-    longest = max(map(len, responses), default=0)
+            response += (encode.eos,)
+        whole.append(response)
+    longest = max(map(len, whole), default=0)
     kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
     room = longest
     if len(kept_prompt) + longest > max_length:
         # by the reference code's rule a response may not use the room that a short prompt leaves
         room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
-    kept = []
+    responses = [response[:room] for response in whole]
     all_cuts = []
     for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
-        response = response[:room]
         # the first piece is scored, the second is not, and so on: all ends but the last are starts and ends of cuts
-        ends_of_pieces = accumulate(len(piece) for piece in pieces[:-1])
-        cuts = tuple(min(end, len(response)) for end in ends_of_pieces)
+        *ends, _ = accumulate(map(len, pieces))
+        cuts = tuple(min(end, len(response)) for end in ends)
         if count_cut(cuts) == len(response):  # before a run, `SplitCounter` has refused such data
             raise InputError(
                 f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                 f"max_length, or remove the record"
             )
-        kept.append(tuple(response))
         all_cuts.append(cuts)
     return Example(
         prompt=tuple(kept_prompt),
-        responses=tuple(kept),
+        responses=tuple(responses),
         id=(prompt.index_in_split, index),
         dataset=prompt.dataset,
         digest=text_digest(prompt.text, texts),

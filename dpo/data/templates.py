@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.asking import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
-from dpo.data.tokenization import compile_control, list_ends, remove_final_eos
+from dpo.data.tokenization import compile_control, list_ends, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
@@ -276,7 +276,7 @@ def _refuse_lost(
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._ends = re.compile("|".join(map(re.escape, list_ends(tokenizer))) or "(?!)")  # (?!) matches nowhere
+        self._ends = match_any(list_ends(tokenizer))
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
         """Render the messages of a prompt and its responses to texts, and find what is scored.

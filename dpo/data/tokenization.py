@@ -29,16 +29,17 @@ Parts = tuple[str, ...]  # a text in parts
 Ids = list[list[int]]  # the token ids of each part
 
 
-def list_control(tokenizer: Any) -> list[str]:
-    """List the strings of the special tokens, the longest first."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(special | set(tokenizer.all_special_tokens) - {""}, key=lambda token: (-len(token), token))
+def match_any(texts: Iterable[str]) -> re.Pattern[str]:
+    """Make a pattern of texts, which matches nowhere if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 @lru_cache(maxsize=4)
 def compile_control(tokenizer: Any) -> re.Pattern[str]:
-    """Make a pattern of the strings of special tokens, which matches nowhere if there are none."""
-    return re.compile("|".join(map(re.escape, list_control(tokenizer))) or "(?!)")
+    """Make a pattern of the strings of special tokens."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens) - {""}
+    return match_any(sorted(special, key=len, reverse=True))  # the longest first, as one may begin with another
 
 
 def remove_control(text: str, tokenizer: Any) -> str:
@@ -111,21 +112,21 @@ class TextEncoder:
         for prompt, responses in conversations:
             texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
-        divided = []  # texts whose parts are tokenized apart
-        are_divided = []
+        all_cross = []  # whether the tokens of a conversation cross a limit between its parts
+        divided = []  # the texts of such conversations
         for of_prompt in texts:
-            found = [whole[parts] for parts in of_prompt]
-            is_divided = None in found or any(ids[0] != found[0][0] for ids in found)
-            are_divided.append(is_divided)
-            if is_divided:
+            ids = [whole[parts] for parts in of_prompt]
+            crosses = None in ids or any(ids_of_parts[0] != ids[0][0] for ids_of_parts in ids)
+            all_cross.append(crosses)
+            if crosses:
                 divided += of_prompt
         prompt_ids = self(parts[0] for parts in divided)
         piece_ids = self._encode_behind(list(chain.from_iterable(parts[1:] for parts in divided)))
         apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in divided}
         encoded = []
-        for of_prompt, crosses in zip(texts, are_divided, strict=True):
+        for of_prompt, crosses in zip(texts, all_cross, strict=True):
             ids = [(apart if crosses else whole)[parts] for parts in of_prompt]
-            responses = [each[1:] for each in ids if len(each) > 1]
+            responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
             encoded.append(Tokens(ids[0][0], responses, crosses))
         return encoded
 
