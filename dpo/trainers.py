@@ -174,7 +174,7 @@ class Trainer(TrainerParts):
         return {"changed_weights": share}
 
     def clip_gradient(self) -> Tensor:
-        """Undo the loss scale, and clip; return the gradient's norm before clipping."""
+        """Undo the loss scale of the gradient, and clip it to `max_grad_norm`; return its norm before clipping."""
         scale = self.objective.loss_scale.value
         return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm, scale)
 

@@ -67,6 +67,7 @@ class RandomPart(Part):
     """The states of the random generators of all processes; not restored if their number has changed."""
 
     def gather(self) -> dict:
+        """Gather the states of all processes' generators, by rank."""
         generator, keys, *others = np.random.get_state()
         state = {  # without arrays, which `read_file` would refuse
             "python": random.getstate(),
@@ -77,6 +78,7 @@ class RandomPart(Part):
         return {"states": self.source.gather_all(state)}
 
     def restore(self, state: Any) -> None:
+        """Restore this process's generators, unless the number of processes has changed."""
         states = from_rank_0(state)["states"]
         if len(states) != self.source.world_size:
             return
@@ -160,7 +162,9 @@ class Checkpoints:
         """Save to `step-N`, and point LATEST to it, and BEST if its quality is the highest so far.
 
         With `elsewhere`, save to that directory, and set no links. `step_idx`, the reference code's name of N, is the
-        number of examples trained on. Every process must call it; rank 0 writes.
+        number of examples trained on. `metrics` are those of an evaluation at this point, if there was one. `quality`
+        is the value that ranks checkpoints, where higher is better, and `facts` are for the manifest. Every process
+        must call it; rank 0 writes.
         """
         links = [] if elsewhere else ["LATEST"]
         if links and quality is not None and quality > self.best:  # false for NaN

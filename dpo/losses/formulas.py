@@ -115,7 +115,7 @@ class Scores(NamedTuple):
     def mean_logps(self) -> tuple[Tensor, Tensor]:
         """Return the policy's log-probabilities of chosen and rejected responses, each divided by its number of tokens.
 
-        They are not log-ratios: the reference does not count.
+        Those of the reference are not subtracted.
         """
         return self.chosen / self.chosen_lengths, self.rejected / self.rejected_lengths
 
@@ -469,7 +469,7 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 
 def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """Apply f-DPO, which has f' of the ratios in place of the log-ratios."""
+    """Return scores whose log-ratios are f' of the ratios pi / ref, as f-DPO has them (`f_derivative`)."""
     u_w, u_l = scores.log_ratios()
     zeros = u_w.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
     return scores._replace(

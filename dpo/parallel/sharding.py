@@ -297,6 +297,7 @@ def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor]
         return False
 
     def differ(weight: Tensor, other: Tensor) -> bool:
+        """Compare this process's parts of two weights."""
         other_part = local_tensor(other)
         return not torch.equal(gather_like(weight, other).to(other_part), other_part)
 

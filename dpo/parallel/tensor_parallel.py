@@ -35,7 +35,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _sum(grad, ctx.mesh), None, None
+        return _sum(grad, ctx.mesh), None, None  # mesh and width have no gradient
 
 
 class _Add(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad, None, None
+        return grad, None, None  # mesh and width have no gradient
 
 
 class _Join(torch.autograd.Function):
@@ -65,7 +65,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad[..., ctx.own_slice], None, None
+        return grad[..., ctx.own_slice], None, None  # mesh and width have no gradient
 
 
 def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -243,6 +243,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
         forward = _make_sliced_lookup(module, mesh)
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward on this process's slices, between the conversions of its input and its output."""
         if style.enter:
             args = (style.enter(args[0], mesh, width), *args[1:])
         # only in the forward pass does the module have local tensors; optimizer and checkpoints see its DTensors

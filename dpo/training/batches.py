@@ -124,6 +124,7 @@ class Batches:
             n_examples=plan.n_eval_examples,
             seed=self.seed,
         )
+        # in `_first_rows`, the training prompts come before the test prompts
         prepare = partial(self._prepare, self.data.test, self._first_rows[len(self.data.train) :], 1)
         return prefetch(batches, prepare, workers=plan.num_workers)
 
@@ -162,6 +163,7 @@ class Batches:
         return batch
 
     def _make_batch(self, texts: Sequence[TextExample], n_microbatches: int, cache_rows: Sequence[int]) -> Batch:
+        """Tokenize the texts of a batch, and split its examples into microbatches."""
         examples = self.encode(texts)
         weights = [example.weight for example in examples]
         return Batch(examples, weights, self.split(examples, n_microbatches), cache_rows)

@@ -194,6 +194,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     kept = set()  # storages, so that views count once
 
     def keep(tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd saves for the backward pass."""
         if tensor.ndim == 0 or tensor.shape[-1] != vocabulary:  # `count_logits` counts logits
             kept.add(tensor.untyped_storage())
         return tensor

@@ -475,6 +475,7 @@ class Objective:
         return torch.stack([columns[name] for name in self.loss.reference_columns], dim=1)
 
     def _to_device(self, values: Tensor) -> Tensor:
+        """Copy values from the host to the device, without waiting for the copy."""
         if not is_gpu(self.device):
             return values
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block

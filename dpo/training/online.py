@@ -74,6 +74,7 @@ class Sampler:
         token_indices = itertools.count()
 
         def before_token(*_: Any) -> None:
+            """Stop if that was asked for, and show progress; each forward pass makes one token of every answer."""
             index = next(token_indices)
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
