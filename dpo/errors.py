@@ -99,7 +99,7 @@ def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
 
 
 def needing(package: str) -> AbstractContextManager:
-    """Replace the error of an import inside, if a package is missing, by an InputError that says how to install it."""
+    """Replace the error that a module imported inside is missing by an InputError: how to install `package`."""
     return explaining(ModuleNotFoundError, lambda why: InputError(f"{why}: pip install {package}"))
 
 

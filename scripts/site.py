@@ -103,7 +103,7 @@ def draw_matrix() -> str:
 
     Below the tables are the refusals, whose numbers are in the cells.
     """
-    sentences: dict[str, int] = {}
+    sentences: dict[str, int] = {}  # the number of each refusal, in the order in which they are found
     axes = {choice: axis for axis, choices in AXES.items() for choice in choices}
     others = [choice for choice in axes if axes[choice] != "loss"]
 
@@ -143,7 +143,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite links for the site: those to pages get the page's name, those to other files become plain text."""
-    if page.file.src_uri in PAGES.values():
+    if page.file.src_uri in PAGES.values():  # a file from outside docs/, whose links lead into it
         markdown = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", markdown)
 
     def rewrite(found: re.Match) -> str:

@@ -39,7 +39,8 @@ ANY = FIXED | ONLINE
 def find_skipped_updates(run: LoggedRun) -> str:
     """An update had a loss or gradient norm that is NaN or infinite, which no smaller loss scale mends."""
     losses = run.train["loss/train"]
-    has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)  # in float16, which a smaller scale mends
+    # in float16 a gradient may overflow although its loss is finite: the next update has a smaller loss scale
+    has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)
     # a sum of loss and norm is finite only if both are
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])

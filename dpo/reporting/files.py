@@ -81,10 +81,12 @@ class FileLogger(Appender):
     _drawn: Sequence[dict] = ()  # records of the last update's answers, which the next evaluation logs
 
     def on_start(self) -> None:
+        """Truncate the files as any Appender does, and note in `env.json` how many parameters the policy has."""
         super().on_start()
         add_run_facts(self.run_dir, **self.context.count_parameters())
 
     def on_update(self, update: Update) -> None:
+        """Log the metrics, and keep the answers that the policy drew for a few prompts until the next evaluation."""
         self._append_metrics("train", update.metrics, examples=update.n_examples, updates=update.number)
         self._drawn = []
         for drawn in list(update.drawn.values())[: self.plan.evaluation.n_eval_model_samples]:

@@ -98,7 +98,7 @@ class WandbLogger(Callback):
         )
         settings |= {"dir": str(self.run_dir), "id": self._run_id, "resume": "allow"}
         with explaining(
-            (wandb.Error, ValueError),  # W&B raises them offline too
+            (wandb.Error, ValueError),  # for wrong settings W&B raises these offline too
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
@@ -128,6 +128,7 @@ class WandbLogger(Callback):
         return run
 
     def on_update(self, update: Update) -> None:
+        """Log the metrics, unless others were sent less than `minimum_log_interval_secs` ago."""
         now = time.monotonic()
         if now - self._last_train_time >= self.plan.run.minimum_log_interval_secs:
             self._last_train_time = now
@@ -146,6 +147,7 @@ class WandbLogger(Callback):
             self._unless_disabled(self.run.summary.update, {f"{prefix}/{name}": facts[name] for name in facts})
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        """Log a table of prompts and texts for the policy, and one for the reference."""
         for model in ("policy", "reference"):
             rows = []
             for sample in samples:
@@ -174,6 +176,7 @@ class WandbLogger(Callback):
             print(WarningLine(warning), flush=True)
 
     def state_dict(self) -> dict:
+        """Return what continues the W&B run, and the run's directory, as only a run in this directory continues it."""
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping) -> None:

@@ -224,7 +224,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
 def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
     """Say which ranks did not lose contact within GRACE_SECS, as one of these caused the loss; "" if all ranks did."""
     store.set(f"rank {rank} lost contact", "")
-    time.sleep(GRACE_SECS)
+    time.sleep(GRACE_SECS)  # until other ranks that lost contact have recorded it too
     others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
     return f"because {' and '.join(others)} failed, was killed, or did not answer in time\n" if others else ""
 

@@ -82,4 +82,5 @@ def _begin_worker(function: Callable) -> None:
 
 
 def _call_function(item: Any) -> Any:
+    """Call the function that `_begin_worker` kept in this worker process."""
     return WORKER["function"](item)

@@ -234,7 +234,7 @@ class RunLog:
         sys.stderr = getattr(sys.stderr, "screen", sys.stderr)
 
     def hand_over(self) -> dict[str, str]:
-        """Return the lines that are not written yet, by file name, and forget them."""
+        """Return the lines that are not written yet, by file name, and forget them; `begin` takes them in a child."""
         kept = self._kept
         self._kept = {}
         return kept

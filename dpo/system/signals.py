@@ -89,7 +89,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator:
 
     def handle(number: int, _: object) -> None:
         now = time.monotonic()
-        if number in first_times:
+        if number in first_times:  # torchrun, Slurm or a user may send a signal again
             if number == signal.SIGINT and now - first_times[number] > SAME_SECS:
                 raise KeyboardInterrupt
             return
