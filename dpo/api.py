@@ -33,7 +33,7 @@ from dpo.train import run as run_plan
 if TYPE_CHECKING:
     import pandas as pd
 
-# files by which the child tells this process where it writes, and why it failed
+# Through these files the child tells this process where it writes, and why it failed.
 PLACE_FILE = "place.txt"
 FAILURE_FILE = "failure.json"
 
@@ -71,7 +71,7 @@ class Result:
         """Read a file of JSON lines, each of which becomes a row."""
         import pandas as pd
 
-        # only complete lines: a run that trains may be writing the last one
+        # Only complete lines are read, as a run that trains may be writing the last one.
         return pd.DataFrame([json.loads(line) for line in _Tail(self.directory / name).read()])
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     if isinstance(data, (str, Path)):
         overrides.append(f"datasets={_write_value([data])}")
     elif data is not None:
-        # whoever has a DataFrame has imported pandas
+        # A caller who has a DataFrame has imported pandas.
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             data = data.to_dict("records")
         local_dirs = given.get("local_dirs")  # the whole override, such as "local_dirs=[runs]"

@@ -58,7 +58,7 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
     `models` are policy and reference of a caller, or None to load those that the plan names.
     """
     with opening_run(plan, list_logs()) if rank == 0 else nullcontext() as run:
-        # rank 0 may take long to copy a checkpoint and logs into the directory, for which a collective would not wait
+        # Rank 0 may take long to copy a checkpoint and logs into the directory, for which a collective would not wait.
         meet_rank_0("the run's directory")
         resume_from = from_rank_0(run and run.resume_point and run.resume_point.path)
         plan, data = _load(run, rank, plan, models)
@@ -86,11 +86,11 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     resume_point = run and run.resume_point
     if run:
         plan = keep_choices(plan, resume_point)
-    # rank 0 chose these for all: by the checkpoint, by its date, and by what its GPU computes in
+    # Rank 0 chose these for all: by the checkpoint, by its date, and by what its GPU computes in.
     for key in ("chat_template_date", "holdout", *PRECISION):
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
-    # attention's kernel depends on these settings, and the predicted memory on the kernel
+    # Attention's kernel depends on these settings, and the predicted memory on the kernel.
     set_up_libraries(plan, progress_bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)

@@ -16,7 +16,7 @@ SECRET_KEY = re.compile(
     r"(^|_)(api_?keys?|key|key_id|token|pat|credentials?|bearer|auth|pass)$|(secrets?|passwords?|passwd|passphrase)$",
     re.IGNORECASE,
 )
-# special tokens of a tokenizer, which are no secrets although SECRET_KEY matches them
+# Special tokens of a tokenizer are no secrets, although SECRET_KEY matches their names.
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # Searched in texts of others, so each takes a time that grows no faster than the text: no run of characters is searched
@@ -95,7 +95,7 @@ def redact(value: Any) -> Any:
     if isinstance(value, dict):
         redacted = {}
         for key, part in value.items():
-            # an empty value hides nothing, and an interpolation only names a secret
+            # An empty value hides nothing, and an interpolation only names a secret.
             holds_secret = is_secret(key) and part and not INTERPOLATION.fullmatch(str(part))
             redacted[key] = "REDACTED" if holds_secret else redact(part)
         return redacted
@@ -108,7 +108,7 @@ def redact(value: Any) -> Any:
         if len(secret.strip()) >= MIN_SECRET:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
-    # each word is searched up to its last @: behind it there are no credentials, but perhaps many ://
+    # Each word is searched up to its last @: behind it there are no credentials, but perhaps many ://.
     text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
     return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

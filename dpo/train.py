@@ -94,7 +94,8 @@ def run(plan: Plan) -> None:
                 timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):
-        # the log of a run that has begun gets what this process prints about the error, though another process wrote it
+        # The log of a run that has begun gets what this process prints about the error, though another process wrote
+        # it.
         if is_rank_0 and read_run_facts(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
@@ -147,11 +148,11 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
         init_distributed(
             rank,
             world_size,
-            # without fsdp_port, either MASTER_PORT is set and counts, or this process is alone and any port will do
+            # Without fsdp_port, either MASTER_PORT is set and counts, or this process is alone and any port will do.
             port=plan.fsdp.fsdp_port or get_open_port(),
             backend=choose_backend(),
         )
-    # the default name of the directory contains the time, which differs between processes
+    # The default name of the directory contains the time, which differs between processes.
     plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
     described = f"{describe(plan)}\n"
     if rank == 0:

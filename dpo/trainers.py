@@ -42,7 +42,7 @@ from dpo.training.objective import REFERENCE_PREFIX, BatchContext
 from dpo.training.parts import TrainerParts
 from dpo.training.start import list_notes, self_test
 
-# warn if a step at the full rate changes a smaller share of 16-bit weights: the steps of the others are rounded away
+# Warn if a step at the full rate changes a smaller share of 16-bit weights: the steps of the others are rounded away.
 FEW_CHANGED = 0.1
 
 
@@ -82,7 +82,7 @@ class Trainer(TrainerParts):
                 metrics = self.evaluate_if_due()
                 self.save_if_due(metrics)
                 self.sample_if_due()
-                # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
+                # An online batch takes long and its scorer may fail, so the state is saved before the batch is made.
                 batch = self.batches.make_batch(item, update=self.batch_counter)
                 self.callbacks.emit("update", self.train_step(batch))
                 self.stop.raise_if_agreed()
@@ -96,7 +96,8 @@ class Trainer(TrainerParts):
         objective = self.objective
         self.policy.train()
         if self.plan.lora and self.plan.lora.dropout:
-            # by data rank, not by rank: processes that have slices of the same layer must draw the same masks
+            # The seed depends on the data rank, not the rank: processes that have slices of the same layer must draw
+            # the same masks.
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
         context = objective.prepare(batch)
         metrics = []  # per microbatch, for `reduce_metrics`
@@ -117,7 +118,7 @@ class Trainer(TrainerParts):
             metrics,
             len(batch.examples),
             batch.cache_rows,
-            # scalars are summed over the ranks; the norm is the same on all of them, so only rank 0 adds it
+            # Scalars are summed over the ranks; the norm is the same on all of them, so only rank 0 adds it.
             grad_norm=grad_norm if self.mesh.rank == 0 else torch.zeros_like(grad_norm),
             n_ranks_to_stop=torch.full_like(grad_norm, bool(self.stop.signals)),
         )
@@ -185,11 +186,12 @@ class Trainer(TrainerParts):
 
         A separate reference model is then freed.
         """
-        # the self-test expects equal models: after an update the policy differs from the reference
+        # The self-test expects equal models: after an update the policy differs from the reference.
         if self.batch_counter == 0 and self.plan.training.self_test:
             self.progress.line(self_test(self.objective, self.evaluator.prompts[0], self.plan))
         if self.plan.caches_reference_first:
-            # all training batches, also those before the checkpoint of a resumed run, so that the cache's file has all
+            # All training batches are scored, also those before the checkpoint of a resumed run, so that the cache's
+            # file has all.
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
             n_batches = len(self.evaluator.batches) + self.data.report.updates
             batches = self.progress.track(batches, total=n_batches, what="score")
@@ -234,7 +236,7 @@ class Trainer(TrainerParts):
         is_due = n_examples % self.evaluator.interval.n_examples == 0
         if n_examples == 0:
             is_due = self.plan.evaluation.do_first_eval
-        # this state may have been evaluated already, before the run was resumed
+        # This state may have been evaluated already, before the run was resumed.
         if not (is_due or is_last) or self.evaluated_at == n_examples:
             return None
         evaluated = self.evaluator.metrics()
@@ -349,7 +351,7 @@ class BasicTrainer(Trainer):
         rank: int = 0,
         world_size: int = 1,
     ):
-        # attributes that the reference code's trainers have
+        # The reference code's trainers have these attributes.
         self.seed = seed
         self.run_dir = Path(run_dir)
         self.rank = rank
@@ -358,7 +360,7 @@ class BasicTrainer(Trainer):
         given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
         given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
         plan = decide_autocast(resolve(given, world_size=world_size, with_plugins=True))
-        # unlike `dpo train`, this class refuses only values that are wrong by themselves, and needs no exp_name
+        # Unlike `dpo train`, this class refuses only values that are wrong by themselves, and needs no exp_name.
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -383,7 +385,7 @@ class BasicTrainer(Trainer):
         split = "train" if train else "eval"
         objective = replace(self.objective, loss=find_loss(loss_config))
         microbatch = self._make_microbatch(batch)
-        # the reference code knows no weights
+        # The reference code has no weights.
         equally = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
         losses, columns = objective.losses(microbatch, equally, split=split)
         metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}

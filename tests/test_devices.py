@@ -38,7 +38,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu": (
         "models.attention:attend_in_bfloat16 models.layouts:layout_by_rules models.logprobs:_find_masks "
         "models.logprobs:_in_pieces models.logprobs:token_logps system.host:is_cpu "
-        "training.batches:split training.objective:cache_reference training.objective:_to_device"
+        "training.batches:make_microbatches training.objective:cache_reference training.objective:_to_device"
     ),
     "test_grouped_heads_are_for_torchs_kernels_of_half_precision": "models.attention:_use_grouped_heads",
     "test_models_go_to_the_gpus_that_there_are": (
@@ -74,7 +74,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "tests/test_mission.py::test_g_the_doctor_says_what_to_train_with": "commands.doctor:recommend",
     "tests/test_mission.py::test_g_the_doctor_finds_the_links_between_gpus": "commands.doctor:find_links",
     "tests/analysis/test_runs.py::test_time_and_hours_worked_by_hand": "analysis.page:list_results",
-    # what only CUDA can do, and no number depends on
+    # Only CUDA can do this, and no number depends on it.
     f"{RUNS}::test_fsdp_trains_evaluates_samples_saves_and_resumes_in_bfloat16": (
         "checkpoint.saver:gather checkpoint.saver:restore parallel.mesh:__init__ system.launching:init_distributed "
         "system.run_directory:write_run_facts trainers:peak_memory_gb training.start:record_setup"
@@ -146,7 +146,7 @@ def test_a_process_that_starts_others_never_initializes_cuda(run, command, monke
     """A context there would take memory of a GPU for as long as the run lasts."""
     overrides = ("model.autocast=auto", "trainer=FSDPTrainer", "model.attn_implementation=varlen")
     started = []
-    # torch asks the driver's library for it, and makes no context; whatever else is asked fails
+    # Torch asks the driver's library for it, and makes no context; any other call fails.
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(launching, "_spawn", lambda function, world_size, *_, **__: started.append(world_size))
     _, plan = check_command_line(command("run", *overrides))

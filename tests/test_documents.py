@@ -19,7 +19,7 @@ NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
-# by readers who follow CONTRIBUTING.md (tests/runs/test_extensions.py does) or docs/online.md
+# Readers who follow CONTRIBUTING.md (as tests/runs/test_extensions.py does) or docs/online.md use these.
 TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py", "optimizer=Lion", "plugins=[my.py]", "my.py")
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", ".venv", ".cache"}
 OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {f.name for f in ROOT.iterdir()}

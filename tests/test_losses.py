@@ -22,8 +22,8 @@ def column(*values: float) -> torch.Tensor:
 
 DEFAULTS = {name: compose_config(loss=name)["loss"] for name in LOSSES}
 
-# one pair, log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected):
-# h = (-10 - -13) - (-11 - -12) = 3 - 1 = 2
+# The pair's log-probabilities (policy chosen, policy rejected, reference chosen, reference rejected) give h = (-10 -
+# -13) - (-11 - -12) = 3 - 1 = 2.
 PAIR = tuple(column(x) for x in (-10, -13, -11, -12))
 
 
@@ -170,7 +170,7 @@ USUAL = 0.9 * 0.2 + 0.1 * 2  # the gap that beta-DPO compares with; the batch's 
     [
         # DPOP penalises a chosen response that became less likely: u_w = -0.5, h = 0.5
         ({"name": "dpop", "penalty": 3.0}, {"chosen": PAIR[0] - 1.5}, minus_log_sigmoid(0.5 * (0.5 - 3 * 0.5))),
-        # the shift of BCO and the usual gap of beta-DPO are running averages
+        # The shift of BCO and the usual gap of beta-DPO are running averages.
         (
             {"name": "bco", "momentum": 0.9},
             {"average": 0.2},
@@ -187,7 +187,7 @@ USUAL = 0.9 * 0.2 + 0.1 * 2  # the gap that beta-DPO compares with; the batch's 
             {"chosen_squares": PAIR[0] + 0.5, "rejected_squares": PAIR[1] - 1.0},
             math.exp(-0.5 / 2 + 1 / 4) * (1 - 0.1 * 2) + 0.3 * 10 / 2,
         ),
-        # a mix is a weighted sum
+        # A mix is a weighted sum.
         (
             {**MIX, "weights": {"dpo": 0.8, "apo_zero": 0.2, "sft": 0.1, "ipo": 0}},
             {},
@@ -253,7 +253,7 @@ def unpair(scores: Scores) -> Scores:
 
 @pytest.mark.parametrize(("mismatched", "z"), [([0.5, 1.1], 0.8), ([0.5, -1.1], 0)])
 def test_losses_of_labels_worked_by_hand(mismatched, z):
-    """For apo_zero_unpaired see TRL's numbers."""
+    """TRL's numbers test apo_zero_unpaired."""
     kto = find_loss({"name": "kto", "beta": HALF, "desirable_weight": 2, "undesirable_weight": 3})
     none = torch.zeros(2)
     statistic = kto.find_batch_statistic(Scores(column(*mismatched), torch.ones(2), none, none, none, none))
@@ -338,7 +338,7 @@ TRL = read_json(GOLDEN / "trl_losses.json")
 
 
 def list_scores(pairs: list[dict]) -> tuple[Scores, list[torch.Tensor]]:
-    """And the first tokens' log-probabilities of all chosen and of all rejected, which have gradients."""
+    """List scores, and the first tokens' log-probabilities of all chosen and of all rejected, which have gradients."""
     named, first = {}, []
     for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
         tokens = {kind: [column(*p[side][kind]) for p in pairs] for kind in pairs[0][side]}

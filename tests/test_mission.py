@@ -402,7 +402,7 @@ def test_o_online_dpo(processes, command, tmp_path):
 
 
 def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
-    """As torch does, which wants a process group for it."""
+    """Wrap a model as torch does, which wants a process group for it."""
     return type("DistributedDataParallel", (torch.nn.DataParallel,), {})(model)
 
 

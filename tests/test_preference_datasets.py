@@ -126,7 +126,7 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
     write_rows(tmp_path / "train.jsonl", rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(rows))
 
-    # a directory (without a test file), one file, and the Hub's Dataset, which takes another road through `map`
+    # These are a directory (without a test file), one file, and the Hub's Dataset, which goes through `map`.
     for place in (str(tmp_path), str(tmp_path / "train.jsonl"), "somebody/stack-exchange"):
         test, train = (
             get_dataset("se", split, silent=True, dataset_sources={"se": place}) for split in ("test", "train")
@@ -135,7 +135,7 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
         assert list(train) == order[2:]
 
 
-# every dataset
+# Every dataset.
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_choices():
         get_dataset("hhh", "train")
 
 
-# the order of examples
+# The order of examples.
 
 
 def order_of(*sizes: int, **changes) -> list[list[tuple[int, int]]]:
@@ -209,7 +209,7 @@ def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes():
     assert order_of(1, 1, shuffle=False, n_epochs=None, n_examples=5) == [[(i, 0)] for i in (0, 1, 0, 1, 0)]
 
 
-# from names to batches
+# From names to batches.
 
 
 def test_in_a_mixture_hh_keeps_the_end_of_a_prompt_and_shp_its_start(tokenizer, tmp_path):

@@ -26,7 +26,7 @@ LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lin
 }
 DOCUMENT_KB, README_LINES = 256, 190
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
-# of `dpo`, and modules; each imports itself and those before it
+# Each of these packages and modules of `dpo` imports itself and those before it.
 ORDER = """
 redaction errors numbers losses system plugins settings data parallel checkpoint models analysis
 reporting training preference_datasets judging trainers utils recipe train commands api __main__
@@ -131,7 +131,7 @@ def find_kinds(node: ast.AST) -> Iterator[str]:
                     yield "literals unpacked into calls"
         case ast.BinOp(op=ast.Mult()):
             sides = [ast.unparse(side) for side in (node.left, node.right)]
-            # names, calls and operators that make a condition
+            # A condition has names, calls or operators such as these.
             condition = r"not |bool\(|[\w.]*\b(is|has|with)_|.* (and|or|in|is|[<>=!]+) [^)]*$"
             if any(re.match(r"f?['\"[(]", side) for side in sides) and any(re.match(condition, side) for side in sides):
                 yield "texts or lists times conditions"

@@ -98,7 +98,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(command, tmp_pa
 
     succeeded(train(*command("b", "n_examples=4", f"model.archive={run}", "lr=1e-30")))
 
-    # the policy starts where the first run ended, and so does its reference
+    # The policy starts where the first run ended, and so does its reference.
     (before, _) = read_metrics(tmp_path / "b", "eval")
     begin, *_, last = read_metrics(run, "eval")
     assert before["logps_eval/chosen"] == pytest.approx(last["logps_eval/chosen"], rel=1e-5)

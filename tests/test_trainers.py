@@ -115,7 +115,7 @@ def test_a_line_says_what_is_done_before_the_first_update(make_trainer, printed)
     assert all(f"({names})" in line for names in keys)
     answers = read_rows(trainer.run_dir / "answers.jsonl")
     assert [answer["examples"] for answer in answers] == [0, 0, 4, 4]
-    # one sample was asked for: rounded up to a whole evaluation batch
+    # The one sample that was asked for is rounded up to a whole evaluation batch.
     assert len(read_rows(trainer.run_dir / "samples.jsonl")) == 8
 
 

@@ -114,7 +114,8 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
                 axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 update_marker = ""
                 window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd
-                # the running mean: sums over windows, divided by how many values they have, which is fewer at the ends
+                # The running mean is a sum over each window, divided by its number of values, which is smaller at the
+                # ends.
                 values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
             if len(values):
                 axis.plot(examples, values, color=color, linestyle=mean_style, marker=update_marker, label=label)

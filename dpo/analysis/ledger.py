@@ -36,7 +36,7 @@ SCHEMA = pa.schema(  # what an example does not have is null
         "margin": "float64",
         "weight": "float64",
         "offset": "float64",
-        # further columns of pairs that the policy drew
+        # Pairs that the policy drew have these columns, too.
         "tie": "bool",
         "prompt": "large_string",  # all rows together may exceed 2 GB
         "chosen": "large_string",
@@ -67,7 +67,7 @@ def write_parquet(run_dir: Path) -> None:
     import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
 
     table = read_ledger(run_dir)
-    # opened by Python, as Arrow opens only paths in UTF-8
+    # Python opens the file, as Arrow opens only paths in UTF-8.
     with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:
         recurring = ["example", "dataset", "split"]  # each of their texts is stored once
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
@@ -127,7 +127,8 @@ class PairHistory(NamedTuple):
     visits: int
     first_margin: float
     last_margin: float
-    # mean of its margins, each divided by the median of |margin| over all pairs in the same split and tenth of the run
+    # The mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and tenth
+    # of the run.
     relative_margin: float
     texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
     scores: tuple[float, float] | None = None  # chosen's and rejected's, for drawn pairs
@@ -152,20 +153,20 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     margins = table["margin"].to_numpy()
     updates = table["update"].to_numpy()
     is_train = pc.equal(table["split"], "train").to_numpy()
-    # a training row has the number of its own update, from 1; an evaluation row has the number of updates before it
+    # A training row has the number of its own update, from 1; an evaluation row has the number of updates before it.
     is_before_first_update = np.where(is_train, updates == 1, updates == 0)
     is_finite = np.isfinite(margins)
     is_tie = pc.fill_null(table["tie"], False).to_numpy()
-    # before the first update policy and reference are equal, so the largest margin there is the largest rounding error;
-    # if the two models differ from the start, margins are larger, and LARGEST_ROUNDING is taken
+    # Before the first update, policy and reference are equal, so the largest margin there is the largest rounding
+    # error. If the two models differ from the start, margins are larger, and LARGEST_ROUNDING is taken.
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
 
-    # margins grow while training, so each is compared with the margins of its period and split
+    # Margins grow while training, so each is compared with the margins of its period and split.
     [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of those that count, (visits,)
     margins = margins[rows]
     last_update = updates.max(initial=1)
-    # numbers of at most ten equal parts of the run's updates, doubled, plus 1 in training: so each number stands for a
-    # period and a split
+    # A period is one of at most ten equal parts of the run's updates. Its number is doubled, plus 1 in training, so
+    # that each number stands for a period and a split.
     periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
@@ -179,8 +180,8 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         visits = visits.append_column(name, pa.array(values))
     statistics = [("margin", function) for function in ("count", "max", "first", "last")]
     statistics += [("relative", "mean"), ("row", "first")]
-    # one row per pair, with columns such as margin_max; "first" and "last" need the rows in order, which threads would
-    # not keep
+    # The table has a row per pair, with columns such as margin_max. "first" and "last" need the rows in order, which
+    # threads would not keep.
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
     wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first

@@ -98,7 +98,7 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     elif (run.path / WARNINGS_FILE).exists():  # earlier versions recorded no warnings
         verdict += " No warnings."
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
-    # all but the first need a checkpoint
+    # All but the first need a checkpoint.
     commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
     return {
         "title": run.name,
@@ -119,7 +119,7 @@ def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
     rows = []
     warnings = []
     for run, result in zip(runs, results, strict=True):
-        # a cell has the value and, below, the remark
+        # A cell has the value and, below, the remark.
         rows.append((run.name, ["\n".join(result.get(column, (ABSENT,))) for column in columns]))
         warnings += [f"{run.name}: {text}" for text in _list_warnings(run)]
     return {
@@ -148,7 +148,7 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
             results[label] = format_value(values[-1]), remark
     results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
     speeds = run.train["examples_per_second"]
-    # a sum over updates, each of which took batch_size / speed
+    # This sums batch_size / speed, the time of each update.
     seconds = float((number(run.setting("batch_size")) / speeds[speeds > 0]).sum())
     if seconds > 0:
         results["Time of updates"] = str(timedelta(seconds=round(seconds))), ""
@@ -171,7 +171,7 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     answers = []
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
-    # what the newest of the recorded updates drew
+    # The page shows what the newest of the recorded updates drew.
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []

@@ -29,7 +29,7 @@ NOTE = "note"  # worth knowing, and often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
 FEWEST_UPDATES = 20  # after fewer, a metric of training or an evaluation says too little
 
-# kinds of data: those of TRAINS_ON, and online
+# The kinds of data are those of TRAINS_ON, and online.
 ONLINE = frozenset({"online"})
 RANKED = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
 FIXED = RANKED | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
@@ -39,9 +39,9 @@ ANY = FIXED | ONLINE
 def find_skipped_updates(run: LoggedRun) -> str:
     """An update had a loss or gradient norm that is NaN or infinite, which no smaller loss scale mends."""
     losses = run.train["loss/train"]
-    # in float16 a gradient may overflow although its loss is finite: the next update has a smaller loss scale
+    # In float16 a gradient may overflow although its loss is finite: the next update has a smaller loss scale.
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)
-    # a sum of loss and norm is finite only if both are
+    # A sum of loss and norm is finite only if both are.
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])
     if run.state == "aborted":  # on an update that was not logged
@@ -57,7 +57,7 @@ def find_collapse(run: LoggedRun) -> str:
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
     margins = run.train["rewards_train/margins"][is_finite]
-    # only loss.wpo needs squares: with it the losses' weights change with the policy, so a higher loss means nothing
+    # Only loss.wpo needs squares: it changes the losses' weights with the policy, so a higher loss means nothing.
     if len(losses) < 16 or run.objective.needs_squares:
         return ""
     first_loss = losses[0]
@@ -133,7 +133,7 @@ def find_missing_effect(run: LoggedRun) -> str:
     largest = np.max(run.train.points("lr")[1], initial=0)
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if 0 < largest < 0.999 * peak and not is_scaled:
-        # such as in a run that ends within its warmup
+        # This happens in a run that ends within its warmup.
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
     if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:  # unmeasured changes may be large

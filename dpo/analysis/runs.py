@@ -19,7 +19,7 @@ from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, WARNINGS_FILE, is_locked
 
-# stands for a loss that the config does not tell; no rule assumes of it what only some losses do
+# This stands for a loss that the config does not name; no rule assumes of it what holds only for some losses.
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
@@ -186,7 +186,7 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     found = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
     if found and (run.path / found[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
         run.best_at = int(found[1])
-    # a name of other bytes than UTF-8 has lone surrogates, which no page can hold
+    # A name that is not in UTF-8 has lone surrogates, which no page can hold.
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
@@ -238,7 +238,7 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     check_readable(file)
     objects = []
     n_unreadable = 0
-    # what follows the last newline is being written, or was when the run died
+    # The text after the last newline is being written, or was when the run died.
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             value = json.loads(line)

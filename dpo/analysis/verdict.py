@@ -10,7 +10,7 @@ from dpo.settings.keys import PRECISION
 EVAL_ACCURACY = "rewards_eval/accuracies"
 RAISE_LR = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
-# the relative rounding error of each dtype, which is its spacing of numbers near 1
+# The relative rounding error of a dtype is its spacing of numbers near 1.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
@@ -97,7 +97,7 @@ def describe_change(run: LoggedRun) -> str:
         return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
-    # so coarse a rounding may hide what small learning rates do
+    # So coarse a rounding may hide what small learning rates do.
     if not n_answers and largest <= rounding and rounding > 1e-4:
         return f"Whether the model changed cannot be told: {facts[0]}."
     advice = ""
@@ -128,7 +128,7 @@ def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
             size = max(size, abs(logps[-1]) / n_tokens)
             changes[side] = (logps[-1] - logps[0]) / n_tokens  # nats per token
     dtypes = [str(run.setting(key)) for key in (*PRECISION, "model.policy_dtype")]
-    # log-probabilities are computed in these dtypes, and the coarsest rounds most
+    # Log-probabilities are computed in these dtypes, and the coarsest rounds most.
     return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 

@@ -22,7 +22,7 @@ from dpo.system.plain_files import check_readable, list_wrong, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
-# endings of hidden names of checkpoints
+# These end the hidden names of checkpoints.
 TEMPORARY_ENDING = "dpo-tmp"  # being written or removed
 FORMER_ENDING = "dpo-former"  # being replaced
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
@@ -197,7 +197,7 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
             path = directory / name
             if only is None or name in only:
                 check_readable(path)
-                # the size first, as it takes no time
+                # The size is compared first, as it takes no time.
                 if path.stat().st_size != facts["bytes"] or describe_file(path) != facts:
                     raise DamagedCheckpoint(f"{path}: checksum mismatch")
     except DamagedCheckpoint:
@@ -216,7 +216,7 @@ def read_manifest(directory: Path) -> dict:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    # without "files" it is wrong too, as None is no dict
+    # Without "files" it is wrong too, as None is no dict.
     wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
     templates = manifest.get("chat_template")
     if isinstance(templates, dict):

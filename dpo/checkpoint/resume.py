@@ -39,8 +39,8 @@ from dpo.system.plain_files import move_aside, replacing
 from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_run_facts, write_run_facts
 
 VERSION_KEY = "transformers_version"  # key of a model's config
-# keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them;
-# dropout is always off
+# These keys of a model's config do not affect a run: they name the model's origin, or our own config decides them;
+# dropout is always off.
 WITHOUT_EFFECT = re.compile(r"_.*|architectures|(torch_)?dtype|use_cache|id2label|label2id|.*(dropout|pdrop|layerdrop)")
 
 # --- the directory and its checkpoint --------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class OpenRun(NamedTuple):
         """Write the run's config and facts; a resumed run keeps its id, and its time up to the checkpoint counts."""
         former = None
         if point := self.resume_point:
-            # the run's id, and when the checkpoint was complete
+            # The run's id, and the time at which the checkpoint was complete.
             former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
         write_run_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
 
@@ -114,7 +114,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     if resume is None:
         check_free(run_dir, logs)
         return None
-    # not Path.resolve, which raises for a link that leads to itself
+    # Path.resolve would raise for a link that leads to itself.
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
     checkpoints = find_checkpoints(run_dir)
     is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
@@ -158,7 +158,7 @@ def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoi
         if parse_step(checkpoint) > parse_step(resume_point.path):
             move_aside(checkpoint, f"damaged-{checkpoint.name}")  # it was skipped as damaged, so nothing may use it
     resume_point = resume_point._replace(path=run_dir / resume_point.path.name)
-    # set the links again, as a run may be killed between saving and setting them
+    # Set the links again, as a run may be killed between saving a checkpoint and setting them.
     set_link(run_dir / "LATEST", resume_point.path)
     best = run_dir / f"step-{resume_point.manifest['best_at']}"
     if best.exists():

@@ -188,7 +188,7 @@ class Checkpoints:
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
         """Yield the parts' names and states, which are whole on rank 0 alone."""
         for part in parts:
-            # rank 0 may still write the previous part, for which a collective would not wait
+            # Rank 0 may still write the previous part, for which a collective would not wait.
             meet_rank_0("a checkpoint's part")
             state = part.gather()
             yield part.name, state

@@ -12,12 +12,12 @@ from dpo.data.demo import COURTEOUS
 from dpo.system.host import is_installed, python_command
 
 DEMO = Path(".cache", "demo")
-# samples before training are what the page compares with
+# The page compares the samples with those before training.
 COMMON = """model=demo datasets=[demo] max_length=96 max_prompt_length=72 batch_size=32 eval_batch_size=64
     n_eval_examples=256 do_first_sampling=true schedule=cosine wandb.enabled=false resume=auto"""
 STAGES = {
     "sft": "loss=sft optimizer=AdamW lr=3e-3 warmup_steps=50 n_epochs=4 eval_every=8192 n_eval_model_samples=64",
-    # with SGD, as other optimizers move all weights about equally far, even those unrelated to manners
+    # SGD is used, as other optimizers move all weights about equally far, even those unrelated to manners.
     "dpo": """loss=dpo model.archive={}/sft/LATEST loss.beta=0.5 optimizer=SGD lr=0.2 warmup_steps=10
         n_examples=1024 eval_every=512 n_eval_model_samples=256""",
 }
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     for name, stage in STAGES.items():
         command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
-        # one thread, as with a model this small threads mostly wait for each other
+        # One thread suffices, as threads mostly wait for each other with a model this small.
         process = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
         if subprocess.run(**process, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")

@@ -41,7 +41,7 @@ def read_requirements() -> list[Requirement]:
         lines = requires("dpo-train") or []
     except PackageNotFoundError:
         lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    # an extra that names other extras is left out
+    # An extra that names other extras is left out.
     return [Requirement(line) for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
 
 
@@ -51,7 +51,7 @@ def check_packages() -> list[str]:
     installed = {"python": platform.python_version()}
     optional = []
     requirements = read_requirements()
-    # an extra that lacks a package is not in use, so the versions of its other packages do not matter
+    # An extra that lacks a package is not in use, so the versions of its other packages do not matter.
     unused_extras = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
     for requirement in requirements:
         name = requirement.name
@@ -127,7 +127,7 @@ def find_links(n_gpus: int) -> Counter[str]:
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
         rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]  # not the heading
         for i, row in enumerate(rows):
-            # a row has GPUi, its link to each GPU (X to itself), and other columns: take the links to later GPUs
+            # A row has GPUi, its link to each GPU (X to itself), and other columns. Take the links to later GPUs.
             links.update(row[i + 2 : len(rows) + 1])
     if not links:
         for pair in combinations(range(n_gpus), 2):

@@ -42,7 +42,7 @@ from dpo.system.host import is_installed, python_command
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
-# options that decide which answers there are
+# These options decide which answers there are.
 SAMPLING_OPTIONS = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> None:
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
     kind, _, file = (options.judge or "").partition(":")
-    # the options that verdicts carry become defaults, so that the same answers are drawn; the command line goes first
+    # The options recorded with the verdicts become defaults, so that the same answers are drawn; those of the command
+    # line count first.
     if kind == "verdicts" and file:
         for verdict in judges.read_verdicts(file).values():
             for name, value in verdict["drawn"].items():
@@ -133,7 +134,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     agreement = None
     labelled = list_labelled(prompts, policy.tokenizer)[: options.labelled]
     if labelled and kind != "verdicts":  # a file has verdicts only on the answers that were drawn
-        # the chosen response comes first, so that 1 is agreement with the label
+        # The chosen response comes first, so that 1 is agreement with the label.
         label_scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]
         if label_scores:
             agreement = find_rate(np.array(label_scores), np.random.default_rng(0))

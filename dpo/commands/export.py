@@ -32,7 +32,7 @@ from dpo.system.run_directory import read_run_facts
 
 RUN_KEY = "dpo_run"  # in the metadata of a model card: the id of the run that made the repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
-# patterns of the files that an export may have: weights, configs, tokenizer and code
+# An export may have files of these patterns: weights, configs, tokenizer and code.
 PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
     config.json generation_config.json adapter_config.json *processor_config.json curves/*.png
     tokenizer* special_tokens_map.json added_tokens.json chat_template* additional_chat_templates/* vocab.* merges.txt

@@ -28,7 +28,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
     from dpo.settings.validation import read_plan
 
     plan = read_plan(run_dir / "config.yaml", prefixes=("model.", "local_dirs", "dataset"))
-    # as in a dry run, which leaves no table behind, and without running a model's code
+    # As in a dry run, no table is left behind; and no code of the model is run.
     plan = plan.change("dry_run", True).change("model.trust_remote_code", False)
     data = load_data(plan, silent=True)
     texts = {}
@@ -54,7 +54,7 @@ def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> It
         yield line
         for name, text in texts.get(pair.example, {}).items():
             line = " ".join(text.split())
-            # a prompt's end is the question
+            # The question is at a prompt's end.
             line = line[-LONGEST_TEXT:] if name == "prompt" else line[:LONGEST_TEXT]
             yield f"    {name:<9} {line}"
 

@@ -67,7 +67,7 @@ def serve(paths: list[Path], port: int) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self) -> None:
-            # a client may send a byte at a time for ever
+            # A client may send one byte at a time forever.
             deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
             deadline.start()
             try:
@@ -83,7 +83,7 @@ def serve(paths: list[Path], port: int) -> None:
             _, shown = pages.get(self.path, ("", []))
             status = 404
             body = b""
-            # a page of another site could reach this server by a name that it lets point to 127.0.0.1
+            # A page of another site could reach this server through a host name that resolves to 127.0.0.1.
             if self.headers.get("Host", "").lower().removesuffix(f":{port}") not in ("127.0.0.1", "localhost"):
                 status = 403
             elif shown:

@@ -46,7 +46,7 @@ def converse(models: list[LoadedModel], sampling: Sampling) -> None:
         for model, prompt, history in zip(models, prompts, histories, strict=True):
             text = model.answer(prompt, index, sampling).strip()
             history.append({"role": "assistant", "content": text})
-            # control characters could steer a terminal
+            # Control characters could steer a terminal.
             printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
             print(f"--- {model.name} ---\n{printable}\n", flush=True)
 

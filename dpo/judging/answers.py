@@ -18,7 +18,7 @@ from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import make_adapter_context
-from dpo.models.answers import Answer, Sampling, Tokens, generate, list_end_tokens, write_turns
+from dpo.models.answers import Answer, Sampling, TokenIds, generate, list_end_tokens, write_turns
 from dpo.models.generation import LoadedModel
 from dpo.models.weights import model_digest
 from dpo.settings.places import Source
@@ -76,7 +76,7 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
     for prompt in prompts:
         texts = prompt.texts(0)
         if {"chosen", "rejected"} <= texts.keys():
-            # without token ids, which no judge reads
+            # Token ids are left out, as no judge reads them.
             chosen = Answer(texts["chosen"], (), ended=True)
             rejected = Answer(texts["rejected"], (), ended=True)
             pairs.append(Pair(prompt, write_turns(prompt, prompt.text, tokenizer), chosen, rejected))
@@ -86,7 +86,7 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> Tokens | None:
+def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> TokenIds | None:
     """Encode a prompt for a model: its text as in training, if that was made with the model's own tokenizer.
 
     `tokenizer` is the one that the text was made with, or None. If it is not the model's, the prompt's messages are
@@ -105,7 +105,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
 def draw_answers(
     loaded: LoadedModel,
     prompts: list[Prompt],
-    encoded: tuple[Tokens, ...],
+    encoded: tuple[TokenIds, ...],
     sampling: Sampling,
     folder: Path,
     *,

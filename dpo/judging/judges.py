@@ -17,8 +17,9 @@ from dpo.settings.validation import find_problems, raise_problems
 from dpo.system.host import choose_device
 from dpo.system.plain_files import has_form, read_json
 
-TEMPLATES = Path(__file__).parent / "templates"
-# the end of a line with a verdict: the winner and perhaps a reason; A and B must be capitals, as "a" is also an article
+QUESTION_FOLDER = Path(__file__).parent / "templates"
+# This matches the end of a line with a verdict: the winner, and perhaps a reason. A and B must be capitals, as "a" is
+# also an article.
 VERDICT_END = (
     r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))"
     r"[^\w\n]*(?:\([^)\n]*\)|(?:because|as|since) .*)?[^\w\n]*$"
@@ -80,7 +81,7 @@ def make_server_judge(server: Server, template: str) -> Judge:
 
 def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
     texts = {"prompt": question, "a": a.text.strip(), "b": b.text.strip()}
-    # all at once, as a question or an answer may itself contain {a}
+    # All fields are replaced at once, as a question or an answer may itself contain {a}.
     return re.sub(r"\{(prompt|a|b)\}", lambda found: texts[found[1]], template)
 
 
@@ -108,7 +109,7 @@ def read_verdict(reply: str) -> float | None:
 
 def read_template(name: str) -> str:
     """Read one of our templates by name, or a file. Raises InputError if it lacks a place for one of the texts."""
-    ours = {file.stem: file for file in sorted(TEMPLATES.glob("*.txt"))}
+    ours = {file.stem: file for file in sorted(QUESTION_FOLDER.glob("*.txt"))}
     problem = f"--template {name} is none of {', '.join(ours)}, and no file"
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
         text = read_json(ours.get(name, Path(name).expanduser()), str)

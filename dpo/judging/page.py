@@ -9,7 +9,7 @@ from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.system.plain_files import check_own, write_file
 
-# files of an evaluation, and the pattern of how each begins; older versions wrote `id` in place of `pair`
+# Each file of an evaluation begins with its pattern; older versions wrote `id` in place of `pair`.
 FORM = {  # where people judge
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
@@ -19,7 +19,7 @@ RESULT = {  # by the kind of the judge
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
 }
-TEMPLATES = Path(__file__).parent
+PAGE_FOLDER = Path(__file__).parent
 MOST_SHOWN = 100  # pairs on the page; the files have all
 
 
@@ -44,11 +44,11 @@ def write_result(
     for pair, verdict in zip(pairs, verdicts, strict=True):
         cards.append((words.get(verdict.score, "wins in one order, ties in the other"), pair, verdict))
         lines += json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n"
-    # by score, without a verdict last
+    # Cards are sorted by score; those without a verdict come last.
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
     page = folder / f"evaluation-{kind}.html"  # one judge does not replace the result of another
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
-    write_file(page, fill_template(TEMPLATES / "result.html.jinja", context))
+    write_file(page, fill_template(PAGE_FOLDER / "result.html.jinja", context))
     write_file(folder / f"judged-{kind}.jsonl", lines.encode())
     write_file(page.with_suffix(".json"), json.dumps({**facts, **numbers}, indent=2).encode())
     return page
@@ -68,4 +68,4 @@ def write_form(file: Path, pairs: list[Pair], drawn: dict) -> None:
             left, right = right, left
         rows.append({"pair": pair.id, "prompt": pair.question, "left": left, "right": right})
     write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    write_file(file, fill_template(TEMPLATES / "form.html.jinja", {"pairs": rows, "drawn": drawn}))
+    write_file(file, fill_template(PAGE_FOLDER / "form.html.jinja", {"pairs": rows, "drawn": drawn}))

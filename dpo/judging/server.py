@@ -19,13 +19,13 @@ from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import KeptLines
 
 KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the value of the first that is set is sent
-# addresses of this machine; other names may lead elsewhere when they are looked up again
+# These are the addresses of this machine; other names may lead elsewhere when they are looked up again.
 THIS_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:|/|$)", re.IGNORECASE)
 N_TRIES = 4
 WAIT_SECS = 1.0  # doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
 REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
-# what a call may raise, and what reading a reply of another form may
+# A call may raise these, and so may reading a reply of another form.
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
 
 
@@ -73,7 +73,7 @@ class Server:
 
     def ask_all(self, questions: list[str]) -> list[str | Exception]:
         """Return the reply to each question, or the error that tells why there is none."""
-        # two calls first, as what makes both fail would make all others fail too
+        # Two calls come first: an error that makes both fail would make all others fail too.
         first = [self._ask(question) for question in questions[:2]]
         if all(isinstance(reply, Exception) for reply in first):
             raise InputError(f"--judge {self.url} does not answer: {first[0]}")

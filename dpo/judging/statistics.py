@@ -65,7 +65,7 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
     controlled = None
     differences = np.array([first - second for first, second in lengths], dtype=float)
     rarer_side = min((differences > 0).mean(), (differences < 0).mean())
-    # one side that is always longer cannot be told from a better one; equal lengths need no control
+    # One side that is always longer cannot be told from a better one; equal lengths need no control.
     if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
         controlled = find_controlled_rate(values, differences, generator)
     return Summary(
@@ -87,7 +87,7 @@ def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
     distinct, counts = np.unique(values, return_counts=True)
     if len(distinct) == 1:  # every resample equals the sample, and the interval would have no width
         return Rate(mean, *share_interval(mean, n))
-    # a resample is drawn as how often it has each distinct score, which is all that its mean needs
+    # A resample is drawn as how often it has each distinct score, which is all that its mean needs.
     means = generator.multinomial(n, counts / n, size=N_RESAMPLES) @ distinct / n
     return Rate(mean, *np.quantile(means, (0.025, 0.975)).tolist())
 
@@ -101,7 +101,8 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
     n = len(values)
     inputs = np.ones((n, 2))  # for intercept and slope
     inputs[:, 1] = np.tanh(differences / (differences.std() or 1.0))
-    # in units of one prompt's log-likelihood; the first keeps the intercept finite if all verdicts are equal
+    # The penalty is in units of one prompt's log-likelihood. Its first entry keeps the intercept finite if all verdicts
+    # are equal.
     penalty = np.diag([1e-3, 0.1])
 
     def fit(weights: np.ndarray) -> float:

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict, get_type_hints
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss  # noqa: F401
 
-# kinds of training examples, and the roles of their responses. A labelled example has one response, whose role is its
-# label. A ranked list has a best and a worst response, and any number of others
+# The kinds of training examples, with the roles of their responses. A labelled example has one response, whose role is
+# its label. A ranked list has a best and a worst response, and any number of others.
 TRAINS_ON = {
     "pairs": ("chosen", "rejected"),
     "targets": ("chosen",),
@@ -43,23 +43,24 @@ class Loss:
     fn: Any  # a function of `formulas`; None: a weighted sum of other losses, which needs what any of them needs
     trains_on: str = "pairs"  # a key of TRAINS_ON
     reference: bool = True  # whether it needs the reference's log-probabilities
-    # the metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are
+    # The metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are.
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
-    # whether it depends only on the difference of the log-ratios, as the derivation of f_divergence assumes
+    # Whether the loss depends only on the difference of the log-ratios, as the derivation of f_divergence assumes.
     margin_only: bool = True
-    # for a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k)
+    # A loss that compares the examples of a batch has this: (scores of the global batch, **options) -> values, (B, k).
     batch_statistic: Callable | None = None
-    # whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt
+    # Whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt.
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
     takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
     takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
-    # whether rewards are means over tokens rather than sums; a string names the option that decides
+    # Whether rewards are means over tokens rather than sums; a string names the option that decides.
     per_token: bool | str = False
-    # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
+    # Whether the loss trains a reward model: the policy's architecture with a scalar head, whose rewards are the
+    # scores.
     scalar_head: bool = False
-    # the following are set by `find_loss`
+    # `find_loss` sets the following.
     name: str = ""
     options: Mapping = field(default_factory=dict)
     shared: Mapping = field(default_factory=dict)  # those of PairOptions
@@ -101,7 +102,7 @@ class Loss:
 
         Without `scores.batch_statistic`, the examples must be a whole global batch. Training on targets has no rewards.
         """
-        # a statistic of mismatched examples cannot be computed from these scores
+        # A statistic of mismatched examples cannot be computed from these scores.
         if self.batch_statistic and scores.batch_statistic is None and not self.mismatched:
             scores = scores._replace(batch_statistic=self.find_batch_statistic(scores))
         transformed = self.transform(scores)
@@ -111,7 +112,7 @@ class Loss:
         else:
             output = self.fn(transformed, **self.options)
         losses = output.losses
-        # these two are about the policy's own log-probabilities, so they take `scores`, not `transformed`
+        # These two need the policy's own log-probabilities, so they take `scores`, not `transformed`.
         if self.needs_squares:
             losses = losses * formulas.find_wpo_weights(scores)
         if sft_weight := self.shared.get("sft_weight"):
@@ -185,7 +186,7 @@ def list_options() -> dict:
     return types
 
 
-# the AUC ranks checkpoints, as it does not depend on the losses' weights of labels
+# The AUC ranks checkpoints, as it does not depend on the losses' weights of labels.
 FOR_LABELS: Any = {"trains_on": "labels", "best": ("rewards_eval/auc", +1), "margin_only": False}
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),

@@ -22,7 +22,7 @@ FlippedLabels = Annotated[float, "[0, 0.5)"]
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 LONGEST_LIST = 16  # most responses of a ranked list
-# roles of a ranked list's responses between the best, which is `chosen`, and the worst, which is `rejected`
+# A ranked list's responses have these roles between the best, which is `chosen`, and the worst, which is `rejected`.
 BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
@@ -34,7 +34,7 @@ def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = Fa
     assert logits.shape[:-1] == labels.shape
     targets = labels[:, 1:]  # (B, T-1)
     scored = targets != IGNORE_INDEX
-    # gather cannot take the index -100: it takes 0 in its place, and these entries are masked out below
+    # `gather` cannot take the index -100: it takes 0 in its place, and these entries are masked out below.
     indices = targets.where(scored, 0).unsqueeze(2)  # (B, T-1, 1)
     logps = logits[:, :-1].log_softmax(-1).gather(2, indices).squeeze(2)  # (B, T-1)
     sums = (logps * scored).sum(-1)
@@ -157,7 +157,7 @@ def sft(scores: Scores, *, average: Literal["sum", "mean"] = "sum", **_: Any) ->
 def dpo(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels, reference_free: bool) -> Losses:
     """DPO or, with `label_smoothing`, conservative DPO; see `preference_loss`."""
     losses, _, _ = preference_loss(
-        # the offset is a difference of rewards, which are beta times log-ratios
+        # The offset is a difference of rewards, which are beta times log-ratios.
         scores.chosen - scores.offset / beta,
         scores.rejected,
         scores.reference_chosen,
@@ -324,7 +324,7 @@ def beta_dpo(scores: Scores, *, beta: Positive, alpha: float, momentum: Fraction
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
     """Return, for each value, the entry of `others` that has the same rank, detached; all are (B,)."""
-    # the first argsort gives the index at each rank, the second the rank of each index
+    # The first argsort gives the index at each rank, the second the rank of each index.
     ranks = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[ranks]
 
@@ -425,7 +425,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
     has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0  # (B, K)
     # (B, K, K): entry [b, i, j] is true if list b has responses i and j, and j is the worse one
     is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)
-    # differences as dpo computes them, so that a list of two has the loss of dpo to the last digit
+    # The differences are computed as dpo does, so that a list of two has the loss of dpo to the last digit.
     h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])  # (B, K, K)
     has_worse = is_pair.any(2)  # (B, K)
     # -beta h_ij where j is worse than i, else -inf; responses without a worse one get zeros, as the gradient of a

@@ -218,12 +218,12 @@ def add_adapter(
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     """List the full names of the layers that `targets` name; InputError if one is missing or cannot be adapted."""
-    # an adapted layer gives its name to its base layer, which comes last
+    # An adapted layer gives its name to its base layer, which comes last.
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     if targets in AUTO:
         head = model.get_output_embeddings()
         return [name for name, layer in layers.items() if _is_linear(layer) and layer is not head]
-    # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
+    # The dot before the name keeps the target `q_proj` from matching `my_q_proj`.
     ends = tuple(f".{target}" for target in targets)
     missing = [end[1:] for end in ends if not any(f".{name}".endswith(end) for name in layers)]
     if missing or not targets:
@@ -318,7 +318,7 @@ def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Ten
 
 def weights_in_use(model: Any) -> list[Tensor]:
     """List the base's weights, and the active adapter's unless it adds nothing."""
-    # without the buffers of a 4-bit base, which never change
+    # The buffers of a 4-bit base are left out, as they never change.
     weights = [parameter for key, parameter in model.named_parameters() if ".lora_" not in key]
     if layers := _adapted_layers(model):  # all have the same adapter in use
         adapter = adapter_weights(model, layers[0].in_use)

@@ -16,12 +16,12 @@ from dpo.data.tokenization import compile_control
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
-Tokens = tuple[int, ...]
+TokenIds = tuple[int, ...]
 
 
 class Answer(NamedTuple):
     text: str
-    tokens: Tokens  # including the end token, if any
+    tokens: TokenIds  # including the end token, if any
     ended: bool  # by an end token, not cut off at `max_new_tokens`
     score: float = math.nan  # the scorer's, in online training; higher is better
 
@@ -107,7 +107,7 @@ def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 def generate(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[Tokens],
+    prompts: Sequence[TokenIds],
     numbers: Sequence[int],
     sampling: Sampling,
     *,
@@ -134,7 +134,7 @@ def generate(
         uniform = np.stack([generator.random(sampling.max_new_tokens) for generator in generators])  # (B, new tokens)
         processors.append(partial(_draw_token, torch.from_numpy(uniform).to(device), n_prompt))
     own_config = model.generation_config
-    # so that none of its settings, such as penalties, has an effect beside those of `sampling`
+    # None of its settings, such as penalties, may have an effect beside those of `sampling`.
     model.generation_config = transformers.GenerationConfig()
     try:
         with without_compilation(cache_implementation=sampling.cache_implementation):
@@ -166,9 +166,9 @@ def _draw_token(uniform: torch.Tensor, n_prompt: int, input_ids: torch.Tensor, s
     `uniform`, (B, new tokens), has a random number in [0, 1) for each token of each answer.
     """
     cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
-    # a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1)
+    # The threshold is a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1).
     threshold = uniform[:, input_ids.shape[1] - n_prompt, None] * cumulative[:, -1:]
-    # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
+    # Take the first token whose cumulative probability exceeds the threshold, so that its own probability is > 0.
     drawn = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
     drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
     return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)

@@ -25,7 +25,7 @@ GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux is for sinks
 QUERIES_AT_ONCE = 96  # queries at a time on a CPU: their scores stay in the processor's cache
 
-# transformers' own functions; `choose_attention` replaces the second
+# These are transformers' own functions; `choose_attention` replaces the second.
 _sdpa, _use_gqa_in_sdpa = sdpa_attention.sdpa_attention_forward, sdpa_attention.use_gqa_in_sdpa
 
 
@@ -89,7 +89,7 @@ def attend_by_segments(
         segments.keys,
         *segments.longest,
         scale=kwargs.get("scaling"),
-        # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
+        # A query sees this many tokens to the left and right; the last query of a segment is at the segment's last key.
         window_size=((kwargs.get("sliding_window") or 0) - 1, 0),  # -1: all tokens
         **GROUPED,
     )
@@ -113,7 +113,7 @@ def attend_in_bfloat16(
     """
     dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
-    # packed rows have an additive mask; `masked_attention` computes no gradient of it
+    # Packed rows have an additive mask; `masked_attention` computes no gradient of it.
     is_additive = attention_mask is not None and attention_mask.dtype != torch.bool
     has_fixed_mask = is_additive and not attention_mask.requires_grad
     has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
@@ -168,11 +168,11 @@ class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         query, key, value, mask, out = ctx.saved_tensors
-        # sums in float32
+        # The sums are in float32.
         grad_query = torch.zeros(query.shape)
         grad_key = torch.zeros(key.shape)
         grad_value = torch.zeros(value.shape)
-        # the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * H, L, 1)
+        # This is the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * H, L, 1).
         delta = (grad.float() * out).sum(-1, keepdim=True)
         with torch.autocast("cpu", enabled=False):
             for queries, keys in _list_blocks(mask):

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dpo.data.templates import apply_template
 from dpo.data.tokenization import list_ends
 from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
 from dpo.errors import InputError, RunError, WarningLine, explaining, one_sentence
+from dpo.losses import LOSSES
 from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
 from dpo.models.loading import load_base, resolve_name
@@ -52,11 +53,11 @@ from dpo.system.plain_files import read_json, replacing, write_json
 from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
 SHARD_BYTES = 2 * 10**9
-# settings on the card: keys that determine the weights, without a key that was set for the export, not for the run
+# The card lists the settings that determine the weights, except a key that was set for the export, not for the run.
 SETTINGS = {key for key, row in KEYS.items() if row.resume is ResumeRule.FIXED} - {"model.trust_remote_code"}
 SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
-# how images and video are read
+# These files say how images and video are read.
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,16 +70,12 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-# whatever a user wrote is in the block of code at the end of a card, where it cannot be markup
+# A user's own texts are in the block of code at the end of a card, where they cannot be markup.
 CARD = """\
 # A model trained with {method}
 
 ```python
-from transformers import {auto_class}, AutoTokenizer{imported}
-
-model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
-{reward}```
+{code}{reward}```
 
 Prompts were tokenized without special tokens added, and every response ended with an end token. {form}
 
@@ -89,8 +86,12 @@ The licences of base model and data apply. State one as `license` above before y
 Metrics are means over the evaluation examples at this checkpoint, if it was evaluated.
 
 {facts}"""
+LOADING = """\
+from transformers import {auto_class}, AutoTokenizer{imported}
 
-
+model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options})
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{trust})
+"""
 REWARD = """\
 model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 text = {text} + {end}
@@ -223,7 +224,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     _copy_files(folder, source, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, source, model)
     tensors = {}  # remain empty if weights cannot have the names of the base's files
-    # a reward model has another head than the files, and random weights may have nothing in common with them
+    # A reward model's head is not that of the files, and random weights may have nothing in common with them.
     if not source.scalar_head and not source.plan.model.random_init:
         tensors = _complete(model, state, read_weights(source), dtype)
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
@@ -244,8 +245,8 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         tensors = revert_weight_conversion(model, rounded)
     storages = set()
     for name, tensor in tensors.items():
-        # safetensors refuses a shared storage: that of a tied weight, which the base's files may have twice, or that of
-        # all experts, of which a tensor may be one
+        # Safetensors refuses tensors with a shared storage, such as a tied weight that the base's files have twice, or
+        # one of several experts that are stored together.
         storage = tensor.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
             tensors[name] = tensor.clone()
@@ -348,7 +349,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source.options)
-    # as published, to find out below what has changed
+    # These are as published; they are compared below with what they have become.
     template = tokenizer.chat_template
     pad_token = tokenizer.pad_token
     n_tokens = len(tokenizer)
@@ -422,27 +423,20 @@ def _write_card(
     dtype: str | None = None,
 ) -> None:
     """Write `README.md`; `dtype` names that of a whole model's weights, and is None for an adapter alone."""
-    plan = source.plan
     is_adapter = dtype is None
-    loss = plan.values.get("loss.name")
-    form = None
     values = {}
+    form = None
     if source.run_dir:
+        values = redact(source.plan.values)
         form = find_prompt_format(source)
-        values = redact(plan.values)
-    data = {}  # each dataset's Hub id, or its file's name: directories stay private, as cards are published
-    for name in values.get("datasets", ()):
-        given = plan.data.dataset_sources.get(name)
-        place = Source.parse(name, given or BUILT_IN.get(name) or name)
-        data[name] = place.path
-        if given and place.local:  # a built-in dataset is read from the Hub, even if its id is a path here
-            data[name] = f"local files: {place.local.name}"
-    tags = [loss] if loss else []
-    adapter = {}
+    method = "preferences"
+    tags = []
+    if source.plan.values.get("loss.name") in LOSSES:  # else it is unknown, or a plugin's
+        method = source.plan.loss.name
+        tags.append(method)
     if source.adapter is not None:
         tags.append("lora")
-        config = read_json(source.adapter / CONFIG)
-        adapter = {"r": config["r"], "alpha": config["lora_alpha"]}
+    data = _describe_datasets(source, values.get("datasets", ()))
     is_base_on_hub = HUB_ID.fullmatch(source.name) and not Path(source.name).exists()
     metadata = ModelCardData(
         base_model=source.name if is_base_on_hub and not (is_adapter and source.archive) else None,
@@ -453,14 +447,59 @@ def _write_card(
         tags=tags or None,
         prompt_format=form,
     )
-    auto_class = source.auto_class.__name__
-    imported = ""
-    # the model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base
+    weights = "an adapter" if is_adapter else f"{type(model).__name__}, {dtype}"
+    facts = {"base": Path(source.name).name, "weights": weights, "data": data, **_list_facts(source, values)}
+    known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
+    text = CARD.format(
+        method=escape_markdown(method),
+        code=_write_code(folder, source, model, is_adapter=is_adapter),
+        reward=_write_reward_code(source, form) if source.scalar_head else "",
+        form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
+        facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
+    )
+    ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
+
+
+def _describe_datasets(source: ModelPath, names: Iterable[str]) -> dict[str, str]:
+    """Return each dataset's Hub id, or its file's name: directories stay private, as cards are published."""
+    described = {}
+    for name in names:
+        given = source.plan.data.dataset_sources.get(name)
+        place = Source.parse(name, given or BUILT_IN.get(name) or name)
+        described[name] = place.path
+        if given and place.local:  # a built-in dataset is read from the Hub, even if its id is a path here
+            described[name] = f"local files: {place.local.name}"
+    return described
+
+
+def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
+    """List what is known of the training; what is not known is None or empty."""
+    checkpoint = read_file(source.policy_file) if source.policy_file else {}
+    metrics = checkpoint.get("metrics") or {}
+    adapter = {}
+    if source.adapter is not None:
+        config = read_json(source.adapter / CONFIG)
+        adapter = {"r": config["r"], "alpha": config["lora_alpha"]}
+    return {
+        "adapter": adapter,
+        "examples trained on": checkpoint.get("step_idx"),
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
+        "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
+        "commit": read_run_file(source, "env.json").get("git_commit"),
+    }
+
+
+def _write_code(folder: Path, source: ModelPath, model: Any, *, is_adapter: bool) -> str:
+    """Write the Python code that loads the export in the form in which it was trained."""
+    plan = source.plan
+    # The model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base.
     runs_code = plan.model.trust_remote_code if is_adapter else any(folder.glob("*.py"))
     trust = ", trust_remote_code=True" if runs_code else ""
     options = trust
+    auto_class = source.auto_class.__name__
+    imported = ""
     if is_adapter:
-        # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
+        # Without `dtype`, transformers loads the base in its config's dtype, which may differ from training's.
         options += f', dtype="{plan.compute_dtype}"'
         if plan.quantized:
             imported = ", BitsAndBytesConfig"
@@ -469,36 +508,15 @@ def _write_card(
             options += ", num_labels=1"
         if hasattr(model, "names_in_class"):  # the adapter has the names of the whole checkpoint's class
             auto_class = "AutoModelForImageTextToText"
-    reward = ""
-    if source.scalar_head:
-        tokenizer = load_tokenizer(plan.model.tokenizer, **source.options, chat=plan.chat)
-        end = tokenizer.eos_token
-        if form == CHAT:  # the first end token that the template puts behind an answer
-            dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
-            behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
-            end = min((token for token in list_ends(tokenizer) if token in behind), key=behind.index, default=end)
-        reward = REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(end))
-    checkpoint = read_file(source.policy_file) if source.policy_file else {}
-    metrics = checkpoint.get("metrics") or {}
-    facts = {
-        "base": Path(source.name).name,
-        "weights": "an adapter" if is_adapter else f"{type(model).__name__}, {dtype}",
-        "adapter": adapter,
-        "examples trained on": checkpoint.get("step_idx"),
-        "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
-        "data": data,
-        "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
-        "commit": read_run_file(source, "env.json").get("git_commit"),
-    }
-    known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
-    text = CARD.format(
-        method=escape_markdown(loss or "preferences"),
-        auto_class=auto_class,
-        imported=imported,
-        options=options,
-        trust=trust,
-        reward=reward,
-        form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
-        facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
-    )
-    ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")
+    return LOADING.format(auto_class=auto_class, imported=imported, options=options, trust=trust)
+
+
+def _write_reward_code(source: ModelPath, form: str | None) -> str:
+    """Write the Python code that scores an example of a prompt in this form with its answer."""
+    tokenizer = load_tokenizer(source.plan.model.tokenizer, **source.options, chat=source.plan.chat)
+    end = tokenizer.eos_token
+    if form == CHAT:  # the first end token that the template puts behind an answer
+        dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+        behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
+        end = min((token for token in list_ends(tokenizer) if token in behind), key=behind.index, default=end)
+    return REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(end))

@@ -11,7 +11,7 @@ from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import load_adapter, make_adapter_context
-from dpo.models.answers import Sampling, Tokens, choose_sampling, generate
+from dpo.models.answers import Sampling, TokenIds, choose_sampling, generate
 from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
 from dpo.models.pretrained import DTYPES, check_positions
@@ -29,7 +29,7 @@ class LoadedModel(NamedTuple):
     adapter: str | None = None  # the name of its adapter in `model`
     path: ModelPath | None = None
 
-    def encode(self, text: str, *, n_new: int) -> Tokens:
+    def encode(self, text: str, *, n_new: int) -> TokenIds:
         """Encode a prompt as in training; InputError if the model has no positions for it and `n_new` tokens more."""
         tokens = tuple(TextEncoder(self.tokenizer)([text])[text])
         with explaining(InputError, lambda why: InputError(f"prompt and answer may be too long: {why}")):
@@ -53,7 +53,7 @@ class LoadedModel(NamedTuple):
             seed=(options.seed,),
         )
 
-    def answer(self, prompt: Tokens, number: int, sampling: Sampling) -> str:
+    def answer(self, prompt: TokenIds, number: int, sampling: Sampling) -> str:
         """Answer a prompt; its number in the session is part of the seed."""
         with make_adapter_context(self.model, self.adapter)():
             [given] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
@@ -98,9 +98,9 @@ def load_for_generation(
         init_seed = plan.run.seed if plan.model.random_init else None
         key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
         base = bases.get(key)
-        # a base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest
+        # A base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest.
         if base is None or (source.base_digest and source.base_digest != base.base_digest):
-            # a run's other choices of attention may need a GPU
+            # A run's other choices of attention may need a GPU.
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
             device_map = None if plan.quantized else choose_device_map()
             base = load_base(source, dtype, attention=attention, device_map=device_map)
@@ -124,10 +124,10 @@ def _find_start(policy: ModelPath) -> ModelPath | None:
     if policy.run_dir is None:  # an adapter started from its base
         return None if policy.adapter is None else policy._replace(adapter=None)
     start = locate_weights(plan.model.archive) if plan.model.archive else ModelPath()
-    # an adapter names its base; model.archive may be a LATEST that has moved
+    # An adapter names its base; model.archive may be a LATEST that has moved.
     archive = start.archive if policy.adapter is None else policy.archive
     adapter = None if plan.reference == "base" else start.adapter
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
-    # the digest is of the policy's base in the policy's dtype
-    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).resolve()
+    # The digest is of the policy's base in the policy's dtype.
+    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).make_absolute()

@@ -84,7 +84,7 @@ class Microbatch(NamedTuple):
 
     def by_role(self, values: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
         """Arrange values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""
-        # an example has at most one response of a role, so the sum over sides picks its value
+        # An example has at most one response of a role, so the sum over sides picks its value.
         return {role: values.where(self.roles == RESPONSE_ROLES.index(role), 0).sum(0) for role in roles}
 
 
@@ -225,7 +225,8 @@ def choose_layout(
             longest_row = min(n_responses * longest, 4 * max_length)
             tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
             reason = _find_difference(model, layout, longest, longest_row, tolerance)
-            # processes that share the model must agree, as the order of their collectives follows from the layout
+            # Processes that share the model must agree on the layout, as the order of their collectives follows from
+            # it.
             if on_any_process(reason is not None):
                 reason = reason or "does not support shared prefixes on another process"
         if reason is not None:
@@ -304,7 +305,7 @@ def _find_difference(
     """
     window = max(window or 0 for window in layout.windows.values())
     n_longest = max(longest, 12)  # the lengths below must be positive
-    # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
+    # In half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum.
     n_second = min(n_longest - 3, 60)
     cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),

@@ -64,7 +64,7 @@ def find_start(plan: Plan) -> ModelPath:
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: set it to one, or set "
             "lora.reference=base"
         )
-    # with lora.reference=base the reference would be the adapter's base alone
+    # With lora.reference=base the reference would be the adapter's base alone.
     if start.adapter is not None and (plan.lora is None or plan.reference == "base"):
         keys = "lora=lora lora.reference=adapter" if plan.loss.reference else "lora=lora"
         raise InputError(
@@ -124,7 +124,7 @@ def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable
         policy_archive = resume_from
     if resume_from and plan.follow_every:  # a reference that follows the policy is in the checkpoint too
         reference_archive = resume_from / f"{FOLLOWING}.pt"
-    # a model that will be sharded or quantized stays on the CPU until then
+    # A model that will be sharded or quantized stays on the CPU until then.
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
     device_map = None if stays_on_cpu else choose_device_map()
 
@@ -210,7 +210,7 @@ def _load_on_all_ranks(
     model = take_model(given)
     if model is not given and is_rank_0():
         print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")
-    # only the tensors of a file tell whether a head is tied, and rank 0 alone reads them
+    # Only the tensors of a file tell whether a head is tied, and rank 0 alone reads them.
     untie(model, from_rank_0(list_ties(model)))
 
     def adapt() -> str | None:
@@ -219,7 +219,7 @@ def _load_on_all_ranks(
         _prepare(model, plan, adapters)
         if plan.training.compile:
             for block in find_blocks(model, plan.model.block_name):
-                # dropout as a kernel of its own: Triton fails on some that Inductor fuses with a norm
+                # Dropout stays a kernel of its own: Triton fails on some that Inductor fuses with a norm.
                 block.compile(dynamic=True, options={"fallback_random": True})
         if not is_reference or not is_rank_0():
             return None

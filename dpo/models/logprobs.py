@@ -51,7 +51,7 @@ def sequence_logps(
     by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # 0, as gather takes no -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
-    # move the scored tokens of each row to its beginning, in their order
+    # Move the scored tokens of each row to its beginning, in their order.
     columns = (~is_scored).int().argsort(dim=-1, stable=True)  # (B, T-1)
     is_filled = is_scored.gather(1, columns)
     columns = columns.where(is_filled, 0)
@@ -177,8 +177,8 @@ def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
 
 
-# logits per chunk, by the type of the device: 134 MB in float32 on a CPU, and fewer chunks on a GPU, as each reads the
-# head's weight and writes a gradient for it
+# A chunk has this many logits, by the type of the device: 134 MB in float32 on a CPU. A GPU has fewer chunks, as each
+# reads the head's weight and writes a gradient for it.
 LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
 IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
@@ -199,7 +199,7 @@ def token_logps(
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head(hidden)
-        # scale them as the model does
+        # Scale them as the model does.
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         elif (factor := getattr(config, "logit_scale", None)) is not None:
@@ -219,7 +219,7 @@ def token_logps(
     by_chunk = []
     for chunk in earlier_chunks:
         by_chunk.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
-    # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
+    # The backward pass begins with the last chunk's logits, so recomputing them would save no memory.
     by_chunk.append(score(*last_chunk))
     return TokenLogps(*map(torch.cat, zip(*by_chunk, strict=True)))
 

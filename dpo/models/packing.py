@@ -50,7 +50,8 @@ class Packed:
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # only if there is one row, for attention that takes no mask
-    # the last masks, by attention layer, and their dtype: policy and reference often need the same, one after the other
+    # The last masks, by attention layer, and their dtype are kept: policy and reference often need the same, one after
+    # the other.
     masks: tuple[torch.dtype | None, dict] = field(default=(None, {}), init=False)
 
 
@@ -157,10 +158,10 @@ def pack(
         shortest = max(1, trees[0].n_fed)
         longest_row = max(shortest, min(2 * shortest, n_tokens))
         candidates = [shortest + (longest_row - shortest) * i // 16 for i in range(17)]
-    # longer rows waste less space but cost more attention
+    # Longer rows waste less space but cost more attention.
     lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
-    # a token costs 1 for the matrix products, and n / ATTENTION_LENGTH for attention
+    # A token costs 1 for the matrix products, and n / ATTENTION_LENGTH for attention.
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
     longest = 1  # a reward
     if not for_rewards:
@@ -218,7 +219,7 @@ def _write(
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
                 kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
-                # the prompt's last token predicts a response's first token
+                # The prompt's last token predicts a response's first token.
                 columns = [end_of_prompt - 1, *range(start, end)]
                 if for_rewards:
                     kept = kept[-1:]

@@ -60,7 +60,7 @@ class ModelPath(NamedTuple):
         """Name what is read, for the user to check, as a stranger's run may have named any files."""
         return f"weights of {self.archive or self.name}, tokenizer of {self.plan.model.tokenizer}"
 
-    def resolve(self) -> "ModelPath":
+    def make_absolute(self) -> "ModelPath":
         """Make the paths of archive and adapter absolute, without links such as LATEST, which will move."""
         return self._replace(
             archive=self.archive and self.archive.resolve(),
@@ -140,7 +140,7 @@ def find_model(
         found = ModelPath(str(path))
         folder = path
     else:
-        found = locate_weights(path).resolve()
+        found = locate_weights(path).make_absolute()
         if model is not None and found.adapter:
             found = ModelPath(model, adapter=found.adapter)  # without the base or archive that the adapter names
         folder = found.adapter or found.archive.parent
@@ -153,7 +153,7 @@ def find_model(
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
     if run_plan is None and run_dir is not None:
-        # the keys that decide anything here; others may be wrong
+        # These keys have an effect here; others may be wrong.
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
         run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
     base = model or found.name

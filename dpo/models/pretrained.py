@@ -65,7 +65,7 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
         raise InputError(f"model {name!r} is quantized: use the model that it was made from")
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")
-    # transformers would load the decoder of an encoder-decoder model alone
+    # Transformers would load the decoder of an encoder-decoder model alone.
     if not has_own_code and (type(config) not in mapping or config.is_encoder_decoder):
         saved_class = ", ".join(config.architectures or [type(config).__name__])
         raise InputError(
@@ -140,7 +140,7 @@ def load_model(
             structure = load_structure(source, dtype=dtype)
             state = read_archive(source.archive, structure)  # checked before memory is taken for the model
         elif random_init:
-            # drawn on the CPU in float32, so models of the same seed are equal up to rounding, whatever their dtype
+            # Weights are drawn on the CPU in float32, so models of the same seed are equal up to rounding in any dtype.
             with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs
                 torch.manual_seed(seed)
                 structure = _make(source, config, torch.float32, attn_implementation)
@@ -151,7 +151,7 @@ def load_model(
             load = partial(type(structure).from_pretrained, None, config=own_config, state_dict=state)
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
-        # transformers casts and places the weights one by one, so that there is no second copy
+        # Transformers casts and places the weights one by one, so that there is no second copy.
         attention = choose_attention(attn_implementation)
         model, loading = load_onto(device_map, load, dtype=dtype, attn_implementation=attention)
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
@@ -172,7 +172,7 @@ def _adjust(model: Any, source: ModelPath, config: Any) -> Any:
     disable_dropout(model)
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
-        # they are for a balancing loss, which is not used, and `generate` fails
+        # Router logits are for a balancing loss, which is not used, and `generate` fails with them.
         text_config.output_router_logits = False
     if source.scalar_head:
         install_scalar_head(model)
@@ -249,7 +249,7 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     if n_trainable < n_total:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
-        # a layer's experts are one tensor of three dims, as is a depthwise convolution's kernel, whose second dim is 1
+        # A layer's experts are one tensor of three dims, as is a depthwise convolution's kernel, whose second dim is 1.
         n_experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1)
         if n_experts:
             share = n_experts / (n_total - n_trainable)
@@ -260,14 +260,14 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
 def checkpoint_activations(model: Any) -> None:
     """Make the backward pass recompute the activations of each block, so that they need not be kept."""
     draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
-    # the older name is that of transformers before 5.23
+    # Transformers before 5.23 has the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "preserve_rng_state": draws})
 
 
 def disable_dropout(model: nn.Module) -> None:
     """Turn dropout off for good, also where a number in a module or its config decides on it."""
-    # modules share configs, and the config of a multimodal model contains others
+    # Modules share configs, and the config of a multimodal model contains others.
     configs = [module.config for module in model.modules() if getattr(module, "config", None) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]
     for owner in (*model.modules(), *configs):

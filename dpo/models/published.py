@@ -69,7 +69,7 @@ def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
     twice = dict(state)
     for name, source in model.all_tied_weights_keys.items():
         twice.setdefault(name, state[source])
-    # first as the model has them, then as transformers would save them
+    # The names are first those of the model, then those under which transformers would save.
     for convert in (dict, partial(revert_weight_conversion, model)):
         weights = convert(twice)
         copies = weights.keys() - convert(state).keys()
@@ -96,7 +96,7 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
     for group in (of_base, of_head):
         required = {short: name for short, name in group.items() if name not in optional}
         first = next(iter(required or group), "")
-        # every prefix of the first weight's name there is a candidate
+        # Every prefix of the first weight's name there is a candidate.
         prefixes = {key.removesuffix(first) for key in stored if f".{key}".endswith(f".{first}")}
         for short, name in required.items():
             for prefix in list(prefixes):

@@ -44,7 +44,7 @@ class Linear4bit(nn.Linear):
         """Return the weight by which inputs are multiplied, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
-        # dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block
+        # Dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block.
         one_block_per_row = (scales.numel(), BLOCK)
         weight = kernels.dequantize_4bit(self.weight, scales + self.offset, BLOCK, "nf4", one_block_per_row, dtype)
         return weight.view(self.out_features, self.in_features)

@@ -103,7 +103,7 @@ def load_function(spec: str, path: Path) -> Callable:
     )
 
 
-# the format of our own reward models: the tokens that a policy reads, and EOS if the answer ended
+# Our own reward models have this format: the tokens that a policy reads, and EOS if the answer ended.
 POLICY_FORMAT = "policy"
 NO_ANSWER = Answer("", (), ended=True)
 FORMAT_KEY = "reward_format"  # the entry for the format in an exported reward model's config
@@ -134,7 +134,7 @@ class RewardModel:
         limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
         self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
-        # whether it puts a separator between two texts, not only behind them
+        # This asks if the tokenizer puts a separator between two texts, not only behind them.
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]
         if form == "pair" and not separates:
             raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
@@ -254,7 +254,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     if form is None and getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT:
         form = POLICY_FORMAT
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
-    # before training, so that a format or template that does not fit is refused now
+    # This comes before training, so that a format or template that does not fit is refused now.
     reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model
 
@@ -277,7 +277,7 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         return Scorer(f"online.reward_model={online.reward_model}", reward_model, digest, True, [note], check)
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
-        # rank 0 scores all answers: other ranks do not load the function
+        # Rank 0 scores all answers: other ranks do not load the function.
         score = load_function(online.function, file) if is_rank_0() else None
         own_digest = hash_code(file) if file.is_file() else None
         digest = from_rank_0(own_digest)

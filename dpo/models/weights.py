@@ -16,7 +16,7 @@ from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.models.paths import find_archive
 from dpo.models.published import Tensors
 
-# buffers that transformers stored in 2023, and computes today
+# Transformers stored these buffers in 2023, and computes them today.
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
@@ -41,7 +41,7 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
     if find_scalar_head(model) is not None and HEAD_WEIGHT not in named:  # the weights of a language model
         named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
-    # tied weights are one object with several names in the model, and a file may have any of these names
+    # Tied weights are one object with several names in the model, and a file may have any of these names.
     given = set()
     problems = []
     for name, tensor in named.items():
@@ -68,7 +68,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
-    # a scalar head that is trained with the policy's adapter is no part of the base
+    # A scalar head that is trained with the policy's adapter is no part of the base.
     if HEAD_WEIGHT in adapter_weights(model, POLICY):
         del weights[HEAD_WEIGHT]
     if adapter:

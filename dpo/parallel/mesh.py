@@ -28,20 +28,20 @@ class Mesh:
         self.tensor_size = dims.tensor_size
         self.data_rank = rank // dims.tensor_size  # counts the ranks that see different examples, `data_size` in all
         self.data_size = dims.data_size
-        # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples
+        # Whether metrics count this rank: it is true on exactly one of the ranks that see the same examples.
         self.counts = rank % dims.tensor_size == 0
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():
             if count_gpus():
                 self.device = torch.device(GPU, torch.cuda.current_device())
-            # silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard
+            # Silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
             self.device_mesh = init_device_mesh(
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )
-            # subgroups do not inherit the timeout of the default group
+            # Subgroups do not inherit the timeout of the default group.
             for group in self.device_mesh.get_all_groups():
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 

@@ -49,11 +49,11 @@ def distribute(
     check_alike(describe_structure(model))
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
-    # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
+    # A single tensor-parallel group that computes in the weights' own dtype does not need FSDP.
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
     fsdp_mesh = mesh.device_mesh[axes]
-    # only shapes and dtypes, as a variable that held the tensors would keep each unit's from being freed
+    # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
     specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
@@ -72,7 +72,7 @@ def distribute(
             whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum(local_tensor(parameter).numel() for parameter in sharded)
-        # if blocks are FSDP units, so must be the root, even without parameters of its own
+        # If blocks are FSDP units, so must be the root, even without parameters of its own.
         if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):
             fully_shard(
                 unit,
@@ -108,7 +108,7 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
         is_tied = first != name
         if is_tied and ties.get(name) == name:  # it is separate in the other model
             owner, _, attribute = name.rpartition(".")
-            # without values, as only a rank that receives rank 0's weights has other ties than rank 0
+            # The values are left out, as only a rank that receives rank 0's weights has other ties than rank 0.
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(owner), attribute, own)
 
@@ -263,7 +263,7 @@ def gathered_weights(model: Any) -> Iterator:
     finally:
         for unit in units:
             unit.reshard()
-            # the root unit stays gathered after a forward pass in any case, as the backward pass starts with it
+            # The root unit stays gathered after a forward pass in any case, as the backward pass starts with it.
             unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
 
 
@@ -343,7 +343,7 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
-        # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
+        # With tensor parallelism and no FSDP, a gradient may still have to be summed over processes.
         if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if scale != 1:
@@ -431,7 +431,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     tensors = _list_optimized(optimizer)
     states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
-    # first send the state without the values of sharded tensors, then these tensors one by one
+    # First send the state without the values of sharded tensors, then these tensors one by one.
     small_states = {i: dict(values) for i, values in states.items()}
     for i, values in small_states.items():
         whole = whole_parameter(tensors[i])
@@ -448,7 +448,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
                 replicated = join_parts(tensor, whole.device_mesh, everywhere, like=whole)
                 values[key] = replicated.redistribute(placements=whole.placements).to_local()
     optimizer.load_state_dict(received)
-    # on a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them
+    # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.
     for values in optimizer.state.values():
         for key, value in values.items():
             if torch.is_tensor(value):

@@ -57,7 +57,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         ctx.own_slice = _own_slice(width, mesh)
         length = ctx.own_slice.stop - ctx.own_slice.start
-        # the last slices may be shorter or empty, and the collective takes slices of equal size
+        # The last slices may be shorter or empty, and the collective takes slices of equal size.
         x = nn.functional.pad(x, (0, length - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
         slices = COLLECTIVES.wait_tensor(gathered).chunk(mesh.size())
@@ -118,13 +118,13 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# the styles of an adapter's A and B, by the `cut` of the matrix that they adapt
+# The styles of an adapter's A and B follow from the `cut` of the matrix that they adapt.
 ADAPTER_STYLES: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
 
-# names of styles by pattern of module names, for model types that have no plan in transformers
+# For model types that have no plan in transformers: names of styles by pattern of module names.
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -246,7 +246,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
         """Run the module's forward on this process's slices, between the conversions of its input and its output."""
         if style.enter:
             args = (style.enter(args[0], mesh, width), *args[1:])
-        # only in the forward pass does the module have local tensors; optimizer and checkpoints see its DTensors
+        # The module has local tensors only in the forward pass; optimizer and checkpoints see its DTensors.
         dtensors = dict(module._parameters)
         try:
             for name, parameter in dtensors.items():
@@ -276,7 +276,7 @@ def _slice_parameter(module: nn.Module, name: str, cut: str | None, mesh: Device
     parameter = module.get_parameter(name)
     placements: list[Placement] = [Replicate()]
     if cut is not None and (cut, name) != ("in", "bias"):  # a bias has no input features
-        # a weight is (out, in) or, of an embedding, (rows, features), but Conv1D's is (in, out)
+        # A weight is (out, in) or, of an embedding, (rows, features), but Conv1D's is (in, out).
         is_transposed = isinstance(module, Conv1D) and name == "weight"
         placements = [Shard(int((cut == "in") != is_transposed))]
     # `src_data_rank=None`: every process has the whole parameter, so that nothing has to be sent
@@ -303,12 +303,12 @@ def _find_local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
-            # where the input is cut, outputs are summed over ranks, and only one rank may add the bias
+            # Where the input is cut, outputs are summed over ranks, and only one rank may add the bias.
             local = torch.zeros_like(local)
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
-            # a weak reference, as the parameter holds the local tensor, and so the hook
+            # The reference is weak, as the parameter holds the local tensor, and so the hook.
             local.register_post_accumulate_grad_hook(partial(_pass_gradient_on, weakref.ref(parameter), placements))
     return parameter.local
 

@@ -24,7 +24,7 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "Sp
     if config.model_type == "llama":
         fits = fits and config.head_dim * config.num_attention_heads == config.hidden_size
         fits = fits and not (config.attention_bias or config.mlp_bias)
-    # backward would recompute one device's part, and wait forever for the parts of the other devices
+    # Backward would recompute one device's part, and wait forever for the parts of the other devices.
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if not fits or recomputes:
         raise InputError(
@@ -53,10 +53,10 @@ class SplitModel(torch.nn.Module):
             ) from error
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-        # a tied weight has two keys in a state dict, and one name here
+        # A tied weight has two keys in a state dict, and one name here.
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
-        # how to slice each tensor, by the first pattern that its name matches; None: it is whole everywhere
+        # Each tensor is sliced by the first pattern that its name matches; None: it is whole everywhere.
         self.rules = dict.fromkeys(self.name_of_key.values())
         for name in self.rules:
             matching = (rule for pattern, rule in package_config.state_rules.items() if pattern.search(name))
@@ -69,7 +69,7 @@ class SplitModel(torch.nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # the package gathers norm layers' weights anew, as no gradient flows through those of an evaluation
+        # The package gathers norm layers' weights anew, as no gradient flows through those of an evaluation.
         self.sliced.sharding_manager._last_versions = None
         return self.sliced(*args, **kwargs)
 
@@ -102,14 +102,14 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
     # keeps the whole bias, and the other devices zeros.
     first_device_rule = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
     state_rules = dict(package_config.state_rules)
-    # as for the embeddings, with which it may be tied
+    # The head is sliced as the embeddings are, with which it may be tied.
     state_rules[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)
     names = [name for name, _ in model.named_parameters()]
     package_config.state_rules = {}
     for pattern, rule in state_rules.items():
         if any(map(pattern.search, names)):  # the package warns about patterns that match no name
             package_config.state_rules[pattern] = first_device_rule if isinstance(rule, Scale) else rule
-    # on CPUs the package's sum is in the order in which threads arrive, so results would differ between runs
+    # On CPUs the package's sum is in the order in which threads arrive, so results would differ between runs.
     add_up = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     output_rules = {**package_config.output_rules, re.compile(f"{head}$"): {0: "sum"}}
     package_config.output_rules = {}

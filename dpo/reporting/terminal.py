@@ -114,7 +114,7 @@ class Progress(Callback):
             if bar in self._bars:  # unless `close` has closed it
                 self._bars.remove(bar)
                 bar.close()
-            # a task before the first update, such as an evaluation, must not count in the speed of the updates
+            # A task before the first update, such as an evaluation, must not count in the speed of the updates.
             if self._bars and self._bars[-1].n == self._bars[-1].initial:
                 self._bars[-1].start_t += time.monotonic() - start
 

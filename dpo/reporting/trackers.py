@@ -102,7 +102,7 @@ class WandbLogger(Callback):
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
-        # plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back
+        # Plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back.
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
         self._upload("preflight.json")
@@ -110,12 +110,12 @@ class WandbLogger(Callback):
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
         """Start a W&B run, and say where it is. Without a key or after an error it is an offline run, kept on disk."""
-        # metadata would have the command line, which may hold secrets
+        # Metadata would have the command line, which may hold secrets.
         own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
         init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
-            # by default `login` would ask for a key on a terminal; modes other than online need none
+            # By default `login` would ask for a key on a terminal; modes other than online need none.
             if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
                 run = init(mode=None)
                 print(f"W&B: {run.url or run.dir}")
@@ -180,7 +180,7 @@ class WandbLogger(Callback):
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping) -> None:
-        # a run that continues another run's checkpoint gets a W&B run of its own
+        # A run that continues another run's checkpoint gets a W&B run of its own.
         if state.get("run_dir") == str(self.run_dir.resolve()):
             self._run_id = state["wandb_id"]
             self._best_quality = state["best"]

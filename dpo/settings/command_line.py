@@ -34,9 +34,9 @@ WITH_VALUE = (
 )  # fmt: skip
 # Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
 ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[./](launcher|sweeper).*")
-# where Hydra records how it composed a config
+# Hydra records in these keys how it composed a config.
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
-# keys of this project by which a config can run code
+# A config can run code through these keys of this project.
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function", "plugins")
 # NAME = VALUE, with NUL between arguments
 SPACES_AROUND_EQUALS = re.compile(r"(?:^|\0)([\w./@]+)(?:\0=\0|\0=|=\0)([^\0=]+)(?=\0|$)")
@@ -61,7 +61,7 @@ class CommandLine(NamedTuple):
         path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
         return [f"hydra.searchpath=['file://{path}']"]
 
-    def list_options(self, group: str) -> list[str]:
+    def list_choices(self, group: str) -> list[str]:
         """List what a config group offers, with the user's files; [] if it is not a group."""
         folders = [Path(folder, group) for folder in (CONFIG_DIR, self.config_dir) if group and folder]
         options = {file.stem for folder in folders for file in folder.glob("*.yaml")}
@@ -146,7 +146,7 @@ def _place_model(override: str, line: CommandLine) -> list[str]:
     if not override.startswith("model=") or not are_places:
         return [override]
     meaning = placed = f"model.name_or_path={','.join(map(_quote, names))}"
-    is_config = {*names} <= {*line.list_options("model")}
+    is_config = {*names} <= {*line.list_choices("model")}
     if is_config:
         meaning = f"its config; the directory is model=./{names[0]}"
     if is_launched_as_rank_0():
@@ -187,10 +187,10 @@ def _mark_for_hydra(override: str, line: CommandLine) -> str:
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
-    if line.list_options(key.partition("@")[0]):
-        # an experiment is added, as none is chosen by default; an option of another group replaces the default one
+    if line.list_choices(key.partition("@")[0]):
+        # An experiment is added, as none is chosen by default; an option of another group replaces the default one.
         return f"+{override}" if override.startswith("experiment=") else override
-    # beside dataset_sources.NAME.columns=..., dataset_sources.NAME=PLACE is dataset_sources.NAME.path=PLACE
+    # Beside dataset_sources.NAME.columns=..., dataset_sources.NAME=PLACE means dataset_sources.NAME.path=PLACE.
     has_other_keys = any(parse_key(other).startswith(f"{key}.") for other in line.overrides)
     if key.startswith("dataset_sources.") and has_other_keys:
         override = override.replace("=", ".path=", 1)
@@ -221,8 +221,8 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
                 problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
     name = typed.get("experiment")
-    # an experiment with a twin NAME_lora has the learning rate of all weights, and the twin that of an adapter
-    has_rates = "lr" in typed or f"{name}_lora" not in line.list_options("experiment")
+    # An experiment with a twin NAME_lora has the learning rate of all weights, and the twin that of an adapter.
+    has_rates = "lr" in typed or f"{name}_lora" not in line.list_choices("experiment")
     if not has_rates and typed.get("lora", "none") != "none":
         problems.append(f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr")
     plan = None
@@ -255,7 +255,7 @@ def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -
     """Refuse keys that the user's config files set and that can name code."""
     if not line.config_dir:
         return []
-    # comparing what Hydra makes with and without the files covers all that they contain, however they are chosen
+    # Comparing what Hydra composes with and without the files covers all that they contain, however they are chosen.
     without_files = _list_code(
         _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
     )
@@ -297,7 +297,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
             f"{key}={value} has several values: write {key}={number}, [A,B] for a list, or -m A,B to run each in turn"
         )
     group = key.partition("@")[0]
-    if options := line.list_options(group):
+    if options := line.list_choices(group):
         for job in split_sweep(override):
             option = str(PARSER.parse_override(job).value())
             if name := find_alias(option):

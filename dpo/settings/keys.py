@@ -230,8 +230,8 @@ class WandbPlan(NamedTuple):
     artifacts: Switch
 
 
-# by their names in a Plan, with what their keys begin with; plan.fsdp.fsdp_port and plan.model.archive are the keys
-# fsdp_port and model.archive
+# Sections by their names in a Plan, with the prefix of their keys: plan.fsdp.fsdp_port and plan.model.archive are the
+# keys fsdp_port and model.archive.
 SECTIONS = {
     "run": (RunPlan, ""),
     "data": (DataPlan, ""),

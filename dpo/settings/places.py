@@ -58,7 +58,7 @@ FORMS = {
     "labels": (("prompt", "completion", "label"), ("messages", "label"), *PAIRS),  # pairs with `unpair`
     "lists": (*LISTS, *PAIRS),
 }
-# optional fields of records of any form; the config may say that such a field has no column
+# Records of any form may have these fields; the config may say that such a field has no column.
 SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
@@ -93,7 +93,7 @@ def find_local(name: str) -> Path | None:
     """Find the local path that a name stands for; None if it may be a Hub id."""
     path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or find_suffix(name)
-    # a name in a directory of runs is a run's, even if that is not there: it is not to be looked for on the Hub
+    # A name in a directory of runs is a run's, even if it does not exist: it is not looked for on the Hub.
     is_run = "/" in name and os.path.isdir(path.parent) and any(path.parent.glob(f"*/{FACTS}"))
     return path if is_path or is_run or os.path.exists(path) else None
 
@@ -184,7 +184,7 @@ def place_datasets(values: Mapping) -> dict:
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
         if is_there and taken.isdisjoint([name, new_name]):
             taken.add(new_name)
-            # the config may have columns for the new name
+            # The config may have columns for the new name.
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name
         names.append(name)

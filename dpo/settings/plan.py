@@ -47,7 +47,7 @@ class Plan:
     compute_dtype: str  # dtype in which the policy computes
     reference_dtype: str
     loss: Loss
-    # source of the reference's log-probabilities, a choice of `lora.reference`; None: the loss has no reference
+    # The source of the reference's log-probabilities, a choice of `lora.reference`; None: the loss has no reference.
     reference: str | None
     gpus: int  # number of this machine's GPUs, or UNCOUNTED
     tensorboard: bool
@@ -147,9 +147,9 @@ def resolve(
     if keys.are_names(values["plugins"]):
         values["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
     defaults = find_defaults(values)
-    # leave out what config files set for another loss, whose option of the same name may have another type
+    # Leave out what config files set for another loss, whose option of the same name may have another type.
     for key in [key for key in values if key in KEYS and key.startswith("loss.") and key not in typed]:
-        # losses that take the value
+        # `fits` says which losses accept the value.
         fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}
         if key not in defaults:
             del values[key]

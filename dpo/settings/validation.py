@@ -255,7 +255,7 @@ def find_value_problems(values: Mapping) -> list[Problem]:
             sentence = f"{key} does not exist with {group}={option}"
         else:
             sentence = find_value_problem(key, values[key], values.get("loss.name"))
-        # an interpolation of a key that is named already has the same cause
+        # An interpolation of a key that is listed already has the same cause.
         if sentence and not any(f"${{{problem.key}}}" in str(values[key]) for problem in problems):
             problems.append(Problem(key, sentence))
     return problems
@@ -310,7 +310,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         recorded = keys.update_recorded(dict(dotted(config)))
         _leave_removed_out(recorded, path)
         if recorded.get("plugins") and recorded["loss.name"] not in LOSSES:
-            # a plugin's loss decides nothing for those who read an earlier run's config
+            # A command that reads an earlier run's config needs no loss of a plugin.
             recorded = {key: value for key, value in recorded.items() if not key.startswith("loss.")}
         plan = make_plan(place_datasets(find_defaults(recorded) | recorded))
     except Exception as error:  # the file may be any YAML, which fails in any way

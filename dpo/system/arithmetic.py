@@ -7,7 +7,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-# how many graphs torch.compile may make of the code that all blocks of policy and reference share; torch's default is 8
+# `torch.compile` may make this many graphs of the code that all blocks of policy and reference share; torch's default
+# is 8.
 GRAPHS = 32
 
 
@@ -54,9 +55,9 @@ def without_compilation(*, cache_implementation: str | None = None) -> Iterator:
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # if torch._dynamo was not imported, nothing was compiled, and `set_stance` would import it
+    # If torch._dynamo was not imported, nothing was compiled, and `set_stance` would import it.
     forces_eager = cache_implementation is None and "torch._dynamo" in sys.modules
-    # not an error: top-p sampling needs a cumulative sum, which is not deterministic on CUDA
+    # This only warns, as top-p sampling needs a cumulative sum, which is not deterministic on CUDA.
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     try:
         with torch.compiler.set_stance("force_eager") if forces_eager else nullcontext():

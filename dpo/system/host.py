@@ -82,7 +82,7 @@ def harden_stdio() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
-            # the lowest free descriptor is the closed stream's; it stays open when the object is replaced below
+            # The lowest free descriptor is the closed stream's; it stays open when the object is replaced below.
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
@@ -162,13 +162,13 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
     """Set the variables in `environ` that torch's allocators read on import, unless the user has set them."""
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages, which cause fewer page faults
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the variable
-        # keeps CUDA memory from fragmenting as shapes change
+        # This keeps CUDA memory from fragmenting as shapes change.
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep and reuse the memory of freed tensors: new memory costs a tenth of an update's time on a CPU."""
-    # sizes in bytes, the largest that glibc accepts
+    # These are sizes in bytes, the largest that glibc accepts.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 

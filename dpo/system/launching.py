@@ -60,7 +60,7 @@ def launch(
     if rank_env := find_rank_env():
         status, message = _run_in_group(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
-            # rank 0 may have the same error; the launcher ends this process once rank 0 has reported it
+            # Rank 0 may have the same error; the launcher ends this process once rank 0 has reported it.
             time.sleep(GRACE_SECS)
         if message:
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
@@ -101,7 +101,7 @@ def find_rank_env() -> RankEnv | None:
         rank = int(environ["SLURM_PROCID"])
         local_rank = int(environ["SLURM_LOCALID"])
         serves_store = rank == 0
-        # the first node of a list: node03 in "node[03-05,9]"
+        # Take the first node of a list, such as node03 in "node[03-05,9]".
         address = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
         port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
     else:
@@ -180,7 +180,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     try:
         if serves_store:
             check_port("MASTER_PORT", port)
-        # let a stop signal kill this process, as no Python handler could run during the calls below
+        # Let a stop signal kill this process, as no Python handler could run during the calls below.
         with handling_signals(signal.SIG_DFL):
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
             # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
@@ -245,7 +245,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
-    # the parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB
+    # The parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB.
     pipe.send((status, redact(message)[-15_000:]))
     end_process("", status)
 
@@ -275,8 +275,8 @@ def _spawn(worker: Callable, world_size: int, args: tuple, *, port: int, timeout
                 receiver, sender = context.Pipe(duplex=False)
                 worker_args = (rank_env, os.getpid(), sender, worker, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
-                # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
-                # that is started while Ctrl-C is ignored ignores it, too
+                # A terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
+                # that is started while Ctrl-C is ignored ignores it, too.
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
                     process.start()
                 sender.close()  # the worker has its own, so that the pipe ends when the worker does
@@ -337,7 +337,7 @@ def _read_outcome(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -
         with suppress(EOFError):  # the worker ended without a message
             return pipe.recv()
     status = process.exitcode
-    # a worker that was not training yet is killed by a stop signal
+    # A worker that was not training yet is killed by a stop signal.
     if status == STOP_STATUS or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):
         return STOP_STATUS, ""
     if status >= 0:

@@ -99,7 +99,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
     temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
-    # remove what processes of this host that were killed have left
+    # Remove what processes of this host that were killed have left.
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():

@@ -40,7 +40,7 @@ def map_chunks(
     workers = 1
     if per_worker:
         workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)
-    # starting a single worker would only cost time
+    # Starting a single worker would only cost time.
     results = _map_in_processes(function, chunks, workers) if workers > 1 else map(function, chunks)
     # disable=None: the bar is only drawn on a terminal
     with tqdm.tqdm(total=n_items, desc=description, unit="record", disable=True if silent else None) as bar:

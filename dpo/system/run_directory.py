@@ -31,7 +31,7 @@ from dpo.system.host import is_installed
 from dpo.system.plain_files import list_wrong, read_json, replacing, write_json
 from dpo.system.signals import Stopped
 
-# files of a run
+# A run has these files.
 LOCK = ".lock"
 REPORT = Path("report", "report.html")  # with report=true
 LOCK_SECS = 1.0  # a report that reads the run holds the lock for a moment
@@ -55,7 +55,7 @@ def get_local_dir(prefixes: Sequence[str]) -> str:
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     """Return a new run's directory, whose name has the time."""
-    # to the microsecond, so that the jobs of a quick sweep get different directories
+    # The time is to the microsecond, so that the jobs of a quick sweep get different directories.
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
@@ -142,11 +142,11 @@ def write_run_facts(
         old_facts = read_run_facts(run_dir)  # empty if the run continues another's checkpoint
         seconds_before = old_facts.get("seconds_before")
         if seconds_before is not None:
-            # and from the former start to the checkpoint
+            # The time from the former start to the checkpoint is added.
             seconds_before += max(0.0, saved_at - datetime.fromisoformat(old_facts["started"]).timestamp())
     commit = ""
     checkout = Path(__file__).parents[2]
-    # the commit, and -dirty if files have changed; untracked files, such as runs of the user, are no change
+    # This prints the commit, and -dirty if files have changed; untracked files, such as runs of the user, do not count.
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
         with suppress(OSError):  # there is no git
@@ -246,13 +246,13 @@ class RunLog:
         """
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
-            # a bar draws itself again after a carriage return: its last state is a line
+            # A bar draws itself again after a carriage return; only its last state is kept.
             self._keep(LOG_FILE, redact(line.rstrip("\r").rpartition("\r")[2]))
         if isinstance(text, WarningLine):
             self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.text)}))
         if self._run_dir:
             for name, lines in self.hand_over().items():
-                # a full disk must not end a run
+                # A full disk must not end a run.
                 with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
                     file.write(lines.encode("utf-8", "backslashreplace"))
 

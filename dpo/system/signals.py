@@ -100,7 +100,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator:
                 message += "; press Ctrl-C again to exit immediately without saving"
             clear_line = "\r\x1b[K" if os.isatty(1) else ""  # the progress bar is redrawn below
             with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
-                # not `print`, which the signal may have interrupted, and which cannot be entered twice
+                # `print` may be what the signal interrupted, and cannot be entered twice.
                 os.write(1, f"{clear_line}{_name_signal(number)}: {message}\n".encode())
 
     with handling_signals(handle):

@@ -26,7 +26,7 @@ def load_module(file: Path, problem: str) -> ModuleType:
     name = file.stem
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
         check_readable(file)  # a FIFO would be waited for
-    # the loader is given, so that a file of another suffix, or none, fails when it is read
+    # The loader is given, so that a file of another suffix, or none, fails when it is read.
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     former = sys.modules.get(name)
     if former and getattr(former, "__file__", None) == str(file):

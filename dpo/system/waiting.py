@@ -108,7 +108,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
     place = _count_call("its machine's work")
-    # where the first rank of each machine puts its result
+    # The first rank of each machine puts its result here.
     keys = {machine: f"rank {machines.index(machine)} at {place}" for machine in machines}
     if machines.index(machines[rank]) == rank:  # this is its machine's first rank
         default_store().set(keys[machines[rank]], make())
@@ -152,7 +152,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     host_0, facts_0 = box[0]
     different = sorted({name for name, _ in facts_0.items() ^ facts.items()})
     gathered: list = [None] * dist.get_world_size()  # by rank
-    # a few names, as those of all weights of a model would be long
+    # Only a few names are shown, as those of all weights of a model would be long.
     dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))
     for rank, (host, names) in enumerate(gathered):
         if names:

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     microbatches: list[Microbatch]
     cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
     mismatched: "Batch | None" = None  # each prompt with a response to another prompt, if the loss needs it
-    # the next three are for online pairs
+    # The next three are for online pairs.
     drawn: Mapping[int, OnlinePair] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
@@ -51,7 +51,7 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
         yield from map(prepare, items)
         return
     waiting = deque()
-    # threads suffice, as tokenizers and tensor operations release Python's lock
+    # Threads suffice, as tokenizers and tensor operations release Python's lock.
     with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
         try:
             for item in items:
@@ -76,8 +76,8 @@ class Batches:
         self.rank = rank
         self.states = {}  # objects whose states are saved in checkpoints, by name
         self.counts = data.train.counts.tolist()  # examples per training prompt in an epoch
-        # the reference's cache has a row for each training example, then for each test example, then for the mismatched
-        # example of each of these
+        # The reference's cache has a row for each training example, then for each test example, then for the mismatched
+        # example of each of these.
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         self._first_rows = np.cumsum(n_examples) - n_examples  # per prompt, the row of its first example
         self._first_mismatched_row = n_examples.sum()
@@ -124,7 +124,7 @@ class Batches:
             n_examples=plan.n_eval_examples,
             seed=self.seed,
         )
-        # in `_first_rows`, the training prompts come before the test prompts
+        # In `_first_rows`, the training prompts come before the test prompts.
         prepare = partial(self._prepare, self.data.test, self._first_rows[len(self.data.train) :], 1)
         return prefetch(batches, prepare, workers=plan.num_workers)
 
@@ -135,7 +135,7 @@ class Batches:
             texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
         )
 
-    def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
+    def make_microbatches(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
         """Split a global batch into `n_microbatches` for each process, and return this process's."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.plan.dims.data_size)
         if count_gpus():  # copies from pinned memory are asynchronous
@@ -166,4 +166,4 @@ class Batches:
         """Tokenize the texts of a batch, and split its examples into microbatches."""
         examples = self.encode(texts)
         weights = [example.weight for example in examples]
-        return Batch(examples, weights, self.split(examples, n_microbatches), cache_rows)
+        return Batch(examples, weights, self.make_microbatches(examples, n_microbatches), cache_rows)

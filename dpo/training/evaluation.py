@@ -61,7 +61,7 @@ class Evaluator:
         self.objective = sampler.objective
         self.interval = Interval.of(self.plan, self.data.report.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
-        # an online run may have no evaluation batches: samples are then of held-out prompts
+        # An online run may have no evaluation batches: samples are then of held-out prompts.
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
         n_sampled_batches = self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size

@@ -33,7 +33,7 @@ from dpo.training.optimization import count_states
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
 LOST_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
-# in a step on a GPU, other optimizers compute one more value for each weight, of all weights at once
+# In a step on a GPU, other optimizers compute one more value for each weight, for all weights at once.
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")
 MAX_HELD_SHARE = 0.5  # frozen weights are whole if all that a GPU holds is at most this share of its memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
@@ -79,7 +79,7 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     `policy` may be on the meta device. `frozen` says how a process has frozen weights (`decide_frozen_weights`).
     """
     dims = plan.dims
-    # processes over which trained and frozen weights are divided
+    # Trained and frozen weights are divided over these numbers of processes.
     n_shards = n_frozen_shards = dims.shard_size * dims.tensor_size
     is_whole = frozen == "whole"
     if is_whole:
@@ -87,7 +87,7 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     compute_size = DTYPES[plan.compute_dtype].itemsize
     weights = {*policy.parameters()}
     trained = {*trained_parameters(policy)}
-    # whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded
+    # Whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded.
     frozen_bytes = _count_bytes(weights - trained, compute_size if is_whole else None)
     trained_bytes = _count_bytes(trained) // n_shards
     held = Counter(
@@ -107,10 +107,10 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         units = [weights.difference(*blocks), *blocks]  # the root is the first
         sharded = trained if is_whole else weights
         root, *sizes = [_count_bytes(unit & sharded, compute_size) for unit in units]
-        # the root stays gathered, and so do the running block and the next one, or all blocks
+        # The root stays gathered, and so do the running block and the next one, or all blocks.
         gathered_blocks = 2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes)
         held["gathered"] = (root + gathered_blocks) // dims.tensor_size
-        # gradients of the largest unit, or all until the last backward pass of an update
+        # There are gradients of the largest unit, or of all until the last backward pass of an update.
         if plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1:
             units = [trained]
         itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
@@ -135,8 +135,8 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
-    # a GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
-    # another dtype; a CPU takes a few rows at a time
+    # A GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
+    # another dtype; a CPU takes a few rows at a time.
     if plan.gpus:
         itemsize += 4 if itemsize == 4 else 8
     return copy + n_logits // n_chunks * itemsize
@@ -167,7 +167,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     try:
         kept = _run_on_meta(plan, policy, layout, microbatch)
     except Exception as error:  # a model's own code may raise anything without data
-        # count as if the inputs and outputs of all its matrices were kept
+        # Memory is counted as if the inputs and outputs of all its matrices were kept.
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
         problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"

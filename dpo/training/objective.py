@@ -32,10 +32,10 @@ from dpo.training.reference import Reference, read_logps
 
 REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-probabilities, which travel with the metrics
 
-# per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
+# For each microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each.
 MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
-# columns of values of B examples, (B,) each, by name. Those of scores have the names of the fields of `Scores`, but for
-# `between`, which has a column for each role of `BETWEEN`
+# Columns of values of B examples, (B,) each, by name. Those of scores have the names of the fields of `Scores`, except
+# `between`, which has a column for each role of `BETWEEN`.
 NamedTensors = dict[str, Tensor]
 
 
@@ -97,7 +97,7 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
     # see the same examples, one adds theirs.
     if mesh.counts:
         table.index_copy_(0, indices, values)
-    # one tensor for table and scalars, so that one collective and one copy suffice
+    # Table and scalars are one tensor, so that one collective and one copy suffice.
     flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
     sums = mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
     table_sums = sums[: table.numel()].view_as(table)
@@ -181,8 +181,8 @@ class Objective:
         self.device = next(self.policy.parameters()).device
 
     def state_dict(self) -> dict:
-        # a resumed run could not find out whether models are equal: those that differ may be equal once the policy is
-        # rounded to the reference's dtype
+        # A resumed run could not find out whether models are equal: those that differ may be equal once the policy is
+        # rounded to the reference's dtype.
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -201,11 +201,11 @@ class Objective:
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
-        # a process without examples feeds another process's example, which is dropped here
+        # A process without examples feeds another process's example, which is dropped here.
         logps = tokens.logps[:, :n_examples]  # (sides, B, T)
         sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the name
         if self.loss.needs_tails:
-            # the tail of a response is what is longer than the shortest response of its example
+            # The tail of a response is its part beyond the length of the shortest response of its example.
             is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
             sums["_tail"] = (logps * is_in_tail).sum(-1)
         if tokens.squares is not None:
@@ -263,7 +263,7 @@ class Objective:
         weights = self._to_device((weights / (weights.sum() or 1.0)).float())  # all are 0 if all examples are ties
         reference = self._find_cached(batch)
         statistic = None
-        # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
+        # A loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out.
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if batch.mismatched:
             statistic = self._find_statistic(self.score_all([batch.mismatched]), batch.weights)
@@ -294,7 +294,7 @@ class Objective:
         `split`, "train" or "eval", is a part of the metrics' names.
         """
         columns = self.score(microbatch, context.reference)
-        # examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN
+        # Examples of weight 0, such as ties, are detached: 0 times the gradient of an infinite loss would be NaN.
         has_weight = context.weights[microbatch.indices] > 0
         for name, values in columns.items():
             if values.requires_grad:
@@ -350,7 +350,7 @@ class Objective:
         self.models_are_equal = False
         chosen = metrics.get("rewards_train/chosen")
         rejected = metrics.get("rewards_train/rejected")
-        # a batch whose labels are all alike has no statistic
+        # A batch whose labels are all alike has no statistic.
         if self.loss.running_statistic and chosen is not None and rejected is not None:
             value = self.loss.running_statistic(chosen, rejected, self.loss.options["beta"])
             momentum = self.loss.options["momentum"]
@@ -383,7 +383,7 @@ class Objective:
         has_role = {role: columns[f"{role}_lengths"] > 0 for role in output.rewards}  # (B,) each
         has_all_roles = all(has_response.any() for has_response in has_role.values())
         if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:  # else the average stays 0
-            # rewards do not depend on the average, so those of the first call serve to compute it
+            # Rewards do not depend on the average, so those of the first call serve to compute it.
             means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
             average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
@@ -498,7 +498,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         loss_scale=LossScale(is_adapted=scales_loss),
     )
     max_length = plan.data.max_length
-    # then the longest example of the data does not bound the lengths of what is trained on
+    # In this case the longest example of the data does not bound the lengths of what is trained on.
     has_other_responses = plan.online or plan.loss.mismatched
     with objective.autocasting():
         objective.layout, objective.layout_note = choose_layout(
@@ -513,7 +513,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         )
     release_gathered(policy)  # choosing the layout may have run the policy, which leaves FSDP's root gathered
     if reference:
-        # before `in_use()`: policy and reference may be one module, whose adapter it switches
+        # This comes before `in_use()`, as policy and reference may be one module, whose adapter it switches.
         policy_weights = weights_in_use(policy)
         with reference.in_use():
             objective.models_are_equal = weights_are_equal(policy_weights, weights_in_use(reference.model), mesh)

@@ -19,7 +19,7 @@ from dpo.data.preflight import TrainingData
 from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, OnlinePair, Sampling, Tokens, choose_sampling, generate, write_turns
+from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, generate, write_turns
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -31,14 +31,14 @@ from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
 PATIENCE_SECS = 10  # how long a process that cannot sample waits for the others to fail too: more than a token takes
-# mixed into the seed of a random generator, so that the generators of an update draw different numbers
+# These are mixed into the seeds of random generators, so that the generators of an update draw different numbers.
 OFFLINE_STREAM = 1
 SCORING_STREAM = 2
 HELD_OUT_STREAM = 3
 LABEL_STREAM = 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
-# part of the number of an answer to a held-out prompt, and of the seed of its score. With the policy's numbers for the
-# reference too, the win rate would compare correlated answers
+# This is part of the number of an answer to a held-out prompt, and of the seed of its score. If the reference had the
+# policy's numbers, the win rate would compare correlated answers.
 POLICY_STREAM = 0
 REFERENCE_STREAM = 1
 
@@ -66,7 +66,9 @@ class Sampler:
     stop: StopRequest
     rows: int  # prompts that a process answers at a time
 
-    def answer(self, model: Any, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answer]:
+    def answer(
+        self, model: Any, prompts: Sequence[TokenIds], numbers: Sequence[int], sampling: Sampling
+    ) -> list[Answer]:
         """Answer prompts of this process, token ids, while all others answer theirs.
 
         `numbers` has each answer's number in the run, which seeds its random numbers together with `sampling.seed`.
@@ -79,9 +81,9 @@ class Sampler:
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
-        # each forward may gather shards from all processes, so all must make as many forwards
+        # Each forward may gather shards from all processes, so all must make as many forwards.
         in_step = self.objective.mesh.world_size > 1
-        # prepended, so that it is called before FSDP's hook gathers weights
+        # The hook is prepended, so that it is called before FSDP's hook gathers weights.
         with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
             return generate(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
 
@@ -180,14 +182,14 @@ class OnlineBatches(Batches):
         ScorerFailed on every process.
         """
         n_samples = self.online.n_samples
-        # examples and pairs are keyed by the prompt's index in the batch
+        # Examples and pairs are keyed by the prompt's index in the batch.
         examples = self._choose_offline(prompts, update)
         to_answer = {}
         numbers = []
         for i, prompt in enumerate(prompts):
             if i not in examples:
                 to_answer[i] = make_prompt_example(prompt, self.data, self.plan)
-                # an answer's number: the answers of all earlier prompts of the run are counted, drawn or not
+                # An answer's number counts the answers of all earlier prompts of the run, drawn or not.
                 first = (update * self.plan.data.batch_size + i) * n_samples
                 numbers += range(first, first + n_samples)
         repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
@@ -244,7 +246,7 @@ class OnlineBatches(Batches):
         answers = self._answer_held_out(self.objective.policy, POLICY_STREAM)
         columns = _measure(answers)
         if reference:
-            # a frozen reference is asked once: it would give the same answers again
+            # A frozen reference is asked once: it would give the same answers again.
             if not self._reference_answers or self.objective.follow_every:
                 with reference.in_use():
                     self._reference_answers = self._answer_held_out(reference.model, REFERENCE_STREAM)
@@ -277,7 +279,7 @@ class OnlineBatches(Batches):
 
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
         """Draw and score an answer to each held-out prompt; `stream` is POLICY_STREAM or REFERENCE_STREAM."""
-        # two numbers for each prompt: the policy's and the reference's
+        # Each prompt has two numbers: the policy's and the reference's.
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
         answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
         release_gathered(model)
@@ -337,7 +339,7 @@ def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Examp
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
     """Choose the best of a prompt's scored answers, and the worst of those with other tokens, or of all if none has."""
-    # among equal scores the first is the best and the last is the worst, so that even a tie has two answers
+    # Among equal scores the first is the best and the last is the worst, so that even a tie has two answers.
     scores = [answer.score for answer in answers]
     best = scores.index(max(scores))
     others = [i for i in range(len(answers)) if i != best]

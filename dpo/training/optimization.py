@@ -109,7 +109,8 @@ class Schedule(LambdaLR):
     def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
         decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
-        # an attribute, as LambdaLR saves these in checkpoints, so that a run made longer keeps its warm-up
+        # LambdaLR saves attributes in checkpoints; without this one, a run that is made longer would not keep its
+        # warm-up.
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](data_size)
@@ -126,7 +127,7 @@ class Schedule(LambdaLR):
 
     def load_state_dict(self, state: Mapping) -> None:
         """Restore, and set the optimizer's learning rates to those of the next update."""
-        # unknown keys are dropped: torch would make attributes of them
+        # Unknown keys are dropped: torch would make attributes of them.
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         self._last_lr = []  # the rates of the next update, on the curve of this run's length
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):

@@ -181,7 +181,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, frozen_whole: bool, compute_dty
         )
     if plan.trainer.cuts_layers:
         n_slices = plan.run.tensor_parallel_size or plan.gpus
-        # without GPUs, as in tests, all slices are on the CPU
+        # Without GPUs, as in tests, all slices are on the CPU.
         devices = [f"{GPU}:{i}" for i in range(plan.gpus)] or ["cpu"] * n_slices
         return split_over_devices(model, devices[:n_slices])
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:

@@ -134,15 +134,15 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
 def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
     """Return a line on the disk space that the run's files need; raise InputError if less is free."""
     interval = evaluator.interval
-    # checkpoints that will be on the disk together
+    # This counts the checkpoints that will be on the disk together.
     n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
     if interval.keep:
         n_kept = min(n_kept, interval.keep + 1)  # and BEST
     weights = sum(parameter.nbytes for parameter in trained_parameters(evaluator.objective.policy))
-    # a checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone
+    # A checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone.
     n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
     run_dir = Path(plan.run.local_run_dir)
-    # a resumed run has written some of its checkpoints already
+    # A resumed run has written some of its checkpoints already.
     n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
     free = shutil.disk_usage(run_dir).free
     note = (
@@ -221,7 +221,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
             f"self-test: the first {loss.name} loss is {first_loss}: choose a loss.beta closer to 0.1, or smaller "
             "margins"
         )
-    # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
+    # Rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude.
     if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * magnitude:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "

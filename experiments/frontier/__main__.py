@@ -50,7 +50,7 @@ def read_tables(files: Sequence[Path]) -> str:
     rows = []
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8")):
-            # in earlier sweeps responses could have free length too
+            # In earlier sweeps responses could have free length too.
             if row.get("fixed_length", True):
                 rows.append(row)
     return make_tables(rows)

@@ -148,7 +148,7 @@ class Limit:
             beta = np.exp(log_beta)
         point = self.find_optimum(float(beta))
         bound = point.reward + beta * (kl - point.kl)
-        # at a very high KL the mean reward of the best responses is the tighter bound
+        # At a very high KL the mean reward of the best responses is the tighter bound.
         best = float(self.rewards.max(-1).mean())
         return min(bound, best)
 

@@ -85,7 +85,7 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], list[Row]]) -> Iterator
         while waiting or running:
             while waiting and len(running) < len(os.sched_getaffinity(0)):
                 job = waiting.pop(0)
-                # forked: a fresh interpreter would import for longer than a short run trains
+                # The process is forked: a fresh interpreter would import for longer than a short run trains.
                 process = get_context("fork").Process(target=_run_job, args=(job, finish))
                 process.start()
                 running[process.sentinel] = job, process

@@ -34,14 +34,14 @@ ONLINE = (
 )
 KTO = ("loss=kto", "loss.beta={beta}", "unpair=true", "model.reference_dtype=float32")
 REWARD_MODELS = ("rm_last", "rm_tokens")  # runs that train no policy
-# learning rates and passes were chosen on pairs and prompts that no run uses (docs/frontier.md)
+# Learning rates and passes were chosen on pairs and prompts that no run uses (docs/frontier.md).
 METHODS = {
     "dpo": Method(DPO, (1.0, 0.3, 0.1, 0.01), 1e-3),
     "kto": Method(KTO, (0.3, 0.1), 1e-3, examples_per_pair=2),
     "online_dpo": Method((*DPO, *ONLINE), (1.0, 0.3, 0.1, 0.01), 2e-3, fresh=True),
     "preferred_sft": Method(("loss=sft",), (1, 16), 5e-4, 2, knob="passes"),
     "unlikelihood": Method((), (0.01, 0.1, 1.0), 4e-3, 1, knob="alpha"),
-    # an update has 4 prompts in place of 16, with all their responses
+    # An update has 4 prompts in place of 16, with all their responses.
     "exact_rl": Method((), (0.3, 0.1), 5e-4, fresh=True, pairs=16),
     "rm_last": Method((), (None,), 1e-3),
     "rm_tokens": Method((), (None,), 1e-3),
@@ -49,10 +49,10 @@ METHODS = {
 
 RM_BETAS = (2.0, 1.0, 0.7, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05)  # for pi* of a reward model
 
-# comparisons planned before the runs
+# These comparisons were planned before the runs.
 PLANNED_KLS = (1.0, 2.0, 4.0)
 PLANNED = (  # the first method's reward less the second's at equal KL
-    # the paper's claim: DPO against PPO (bounded by the reward models' optima), Unlikelihood and SFT on the chosen
+    # The paper claims that DPO beats PPO (bounded by the reward models' optima), Unlikelihood and SFT on the chosen.
     *(("dpo", second) for second in ("rm_last", "rm_tokens", "unlikelihood", "preferred_sft", "exact_rl")),
     ("kto", "dpo"),
     ("online_dpo", "dpo"),  # responses of the policy, or pairs drawn beforehand

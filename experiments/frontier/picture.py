@@ -73,7 +73,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     """Draw the optimum's curve of reward against KL, and each method's, of means over seeds; save the picture."""
     picture = Figure(figsize=(7.0, 5.6), dpi=200, layout="constrained")
     axis = picture.add_subplot()
-    # the reference and pi*, whose reward and KL rise together
+    # This is the curve from the reference to pi*, whose reward and KL rise together.
     known = sorted((row["kl"], row["reward"]) for row in rows if row["seed"] is None)
     kls, rewards = np.array(known).T
     axis.fill_between(

@@ -60,7 +60,7 @@ class RewardModel(torch.nn.Module):
             last_scores = self.head(last_hidden)
             last_scores = last_scores.view(len(prompts), -1)
             if self.per_token:
-                # each text's score is also part of the scores of the texts that continue it
+                # Each text's score is also part of the scores of the texts that continue it.
                 earlier_scores = scores.repeat_interleave(task.symbols, 1)
                 last_scores = earlier_scores + last_scores
             scores = last_scores

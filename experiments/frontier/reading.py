@@ -90,7 +90,7 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
         gap = np.nan
         if 0.9 * kls.min() <= kl <= kls.max():
             order = kls.argsort()
-            # the reference has KL 0 and no gap
+            # The reference has KL 0 and no gap.
             known_kls = [0.0, *kls[order]]
             known_gaps = [0.0, *unit_gaps[order]]
             gap = np.interp(kl, known_kls, known_gaps)
@@ -171,7 +171,7 @@ def _make_planned_table(rows: Sequence[Row]) -> str:
         assert first_curve.units == second_curve.units  # paired
         cells = [f"{first} - {second}"]
         for kl in PLANNED_KLS:
-            # the first's reward less the second's: each is pi*'s less a gap
+            # Each reward is pi*'s less a gap; this is the first's less the second's.
             differences = find_gaps(second_curve, kl) - find_gaps(first_curve, kl)
             cells.append(summarize(differences, first_curve.units, sign="+"))
         lines.append(cells)

@@ -55,7 +55,7 @@ class Run(NamedTuple):
         """Pairs or prompts of an update."""
         method = METHODS[self.method]
         if method.fresh:
-            # as many updates as `passes` over the pairs make, each with fewer prompts
+            # There are as many updates as `passes` over the pairs make, each with fewer prompts.
             return max(1, method.pairs // self.passes)
         return method.pairs
 

@@ -89,7 +89,7 @@ class Task:
         shape = np.broadcast_shapes(prompts.shape[:-1], responses.shape[:-1])
         x = np.broadcast_to(prompts, (*shape, self.prompt_length))
         y = np.broadcast_to(responses, (*shape, self.response_length))
-        # the first symbol of a response comes after the prompt's middle and last symbols
+        # The first symbol of a response comes after the prompt's middle and last symbols.
         middle = x[..., self.prompt_length // 2, None]
         last = x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)

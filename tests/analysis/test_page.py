@@ -144,7 +144,7 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
     page = page_of(*runs)
     assert "2 runs compared" in page.texts["h1"]
     assert page.texts["td"].count("30 of 30 updates") == 2
-    # a color is a run, a style chosen or rejected
+    # A color stands for a run, a style for chosen or rejected.
     charts = {
         chart.title: [(line.label, line.color, line.style) for line in each]
         for chart, each in plan_charts(read_runs(runs))

@@ -133,29 +133,29 @@ def test_every_rule_has_such_a_run_and_warnings_come_before_notes():
 
 SOUND = (
     HEALTHY,
-    # whose scorer may contradict held-out labels
+    # The scorer may contradict held-out labels.
     changed(HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))),
     LoggedRun(Path("run"), "made", config=CONFIG),  # nothing was logged
-    # margins that grow by what chosen lose
+    # The margins grow by what chosen lose.
     changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
-    # a loss that holds chosen up
+    # This loss holds chosen up.
     changed(HEALTHY, config={"loss": {"name": "dpop"}}, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))),
-    # few pairs
+    # The pairs are few.
     changed(HEALTHY, **held_out(evaluate(0.6, 0.5)), **counts("test", examples=8, prompts=8)),
     changed(HEALTHY, state="still training", **train(lr=1e-8)),
-    # the size of their gradients makes no difference to Adam's steps
+    # The size of their gradients makes no difference to Adam's steps.
     changed(HEALTHY, config={"optimizer": "AdamW"}, **train(grad_norm=99.0)),
-    # the reference repeats itself too
+    # The reference repeats itself too.
     changed(HEALTHY, **sampled([LOOP] * 8 + ANSWERS[8:], ANSWERS[:8] + [LOOP] * 8)),
     # SFT should change lengths
     changed(HEALTHY, config={"loss": {"name": "sft"}}, **sampled([answer * 3 for answer in ANSWERS])),
-    # weights of wpo move
+    # The weights of wpo move.
     changed(
         HEALTHY,
         config={"loss": {"name": "dpo", "wpo": True}},
         **train(**{"loss/train": lambda k: 3.0 if k > 1 else 0.7}),
     ),
-    # labels that are balanced by weights
+    # Weights balance the labels.
     changed(HEALTHY, config={"loss": KTO | {"desirable_weight": 3.0}}, **counts("train", **LABELS)),
 )
 
@@ -189,7 +189,7 @@ def with_win_rate(rng: np.random.Generator, rate: float) -> LoggedRun:
     ],
 )
 def test_a_rule_that_infers_is_seldom_wrong_and_sees_what_it_is_for(title, draw, without, fault):
-    """At most 5 % false alarms, and a power of half; the seeds are fixed."""
+    """It has at most 5 % false alarms, and a power of half; the seeds are fixed."""
     [condition] = [rule.condition for rule in RULES if rule.title.startswith(title)]
 
     def rate(value: float) -> float:

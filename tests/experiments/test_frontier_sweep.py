@@ -53,7 +53,7 @@ def test_a_small_sweep_is_a_frontier(swept):
     for row in swept.rows:
         assert row["kl"] >= -1e-6
         assert row["reward"] <= row["most_reward"] + 1e-6
-        # the same by what the rows alone say: pi* of beta maximizes reward - beta KL
+        # The rows alone say the same: pi* of beta maximizes reward - beta KL.
         for optimum in optima:
             beta = optimum["beta"]
             assert row["reward"] - beta * row["kl"] <= optimum["reward"] - beta * optimum["kl"] + 1e-6

@@ -9,7 +9,7 @@ from support.runs import write_rows
 from dpo.data.schema import Prompt
 from dpo.judging.answers import Pair
 from dpo.judging.judges import (
-    TEMPLATES,
+    QUESTION_FOLDER,
     is_shown_swapped,
     make_file_judge,
     make_server_judge,
@@ -95,7 +95,7 @@ def test_a_text_with_the_name_of_a_place_stays_as_it_is():
 
 
 def test_templates_are_ours_or_a_file_with_all_places(tmp_path):
-    for file in TEMPLATES.glob("*.txt"):
+    for file in QUESTION_FOLDER.glob("*.txt"):
         read_template(file.stem)
     (tmp_path / "mine.txt").write_text("{prompt} {a}")
     with refused(r"lacks \{b\}"):

@@ -60,7 +60,7 @@ def test_an_archive_of_the_published_reference_is_exported(tmp_path):
     state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
     (tmp_path / "LATEST").mkdir()
     archive(tmp_path / "LATEST" / "policy.pt", state)
-    # its runs have a config.yaml, of which we read what we know
+    # Its runs have a config.yaml, of which the known keys are read.
     (tmp_path / "config.yaml").write_text(
         f"model: {{name_or_path: {publish(tmp_path / 'base', model)}}}\nloss: {{name: dpo}}\n"
     )
@@ -82,7 +82,7 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(home, tmp_path):
         export(policy, tmp_path / "out", model=str(home))
     out = export(policy, tmp_path / "out", model=str(home), trust_remote_code=True)
 
-    # code for an older transformers, as Phi-3 has, is not named where transformers' own class is exported
+    # Code for an older transformers, as Phi-3 has, is not named where transformers' own class is exported.
     change_json(home / "config.json", model_type="llama")
     plain = export(policy, tmp_path / "plain", model=str(home))
     assert "modeling_own" not in "".join(file.read_text() for file in plain.glob("*.json"))

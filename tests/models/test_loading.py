@@ -104,7 +104,7 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
 
 
 def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
-    """Not by LATEST, which moves."""
+    """LATEST would move."""
     sft = tmp_path / "sft"
     (sft / "step-8").mkdir(parents=True)
     (sft / "step-8" / "policy.pt").touch()

@@ -29,7 +29,7 @@ def test_a_pair_is_one_row_whose_responses_restart_after_the_prompt():
 def test_a_window_counts_positions_not_columns():
     whole, windowed = (tree_mask(pack([PAIR], max_tree_tokens=100), window=window)[0, 0].int() for window in (None, 2))
     assert whole[4:].tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 1]]
-    # the last has position 3, and sees position 2, three columns before it
+    # The last has position 3, and sees position 2, three columns before it.
     assert windowed[4:].tolist() == [[0, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 1]]
 
 

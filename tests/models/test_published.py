@@ -84,7 +84,7 @@ def compare_with_base(config, folder: Path) -> None:
         expected["dtype"] = "bfloat16" if published == half else "float32"  # transformers takes a single weight's
         assert expected.items() <= written.items()
         assert written["torch_dtype"] == written["dtype"]
-    # the weights are the same; memory that is aligned in another way may round otherwise
+    # The weights are the same; memory that is aligned in another way may round otherwise.
     torch.testing.assert_close(logits_of(out), logits_of(model), rtol=0, atol=1e-6)
 
 

@@ -36,7 +36,7 @@ def scorer_of(reward_model: str, **options):
 
 
 def score_alone(folder: str, text: str, **options) -> float:
-    """As anyone would with transformers, one text at a time."""
+    """Score one text at a time, as transformers documents it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_without_a_template_prompt_and_answer_are_one_text(family, words, tmp_pa
 
 @pytest.mark.parametrize("padding", [None, 5])
 def test_a_text_ends_with_eos_if_the_answer_did(padding, tokenizer, tmp_path):
-    """As TRL trains reward models on text."""
+    """TRL trains reward models on text in this way."""
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None, pad_token_id=padding)
     answers = [answer._replace(ended=i % 2 == 0) for i, answer in enumerate(ANSWERS)]
     texts = [prompt.text + answer.text for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
@@ -204,7 +204,7 @@ def test_the_end_of_a_text_that_is_too_long_is_scored(family, words, tmp_path):
 
 
 def test_a_model_that_is_no_reward_model_is_refused(tokenizer, tmp_path):
-    """By the check before a run too, which reads no weights."""
+    """The check before a run, which reads no weights, refuses it too."""
     two = save_reward_model(tmp_path / "two", "bert", tokenizer, num_labels=2)
     headless = save_reward_model(tmp_path / "headless", "llama", tokenizer)
     transformers.AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(headless)

@@ -100,7 +100,7 @@ def compare_with_one_process(
     gradients = {name: p.grad.clone() for name, p in whole.named_parameters() if p.requires_grad}
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
 
-    # only rank 0 has weights, and rotary frequencies that are not persistent
+    # Only rank 0 has weights, and rotary frequencies that are not persistent.
     model = make(family, on_meta=mesh.rank != 0)
     if recomputes:
         checkpoint_activations(model)
@@ -263,7 +263,7 @@ def hold_shards_alone(rank: int, world_size: int, dims: ParallelDims) -> None:
         local = parameter.to_local()
         held, whole = local.untyped_storage().nbytes(), parameter.numel() * 4
         assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
-    # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
+    # Float32 weights are gathered in bfloat16; slices of 101 rows are not equal.
     gathered = sum((p.to_local() if dims == CUT else p).numel() for p in model.parameters())
     assert model.gathered_bytes == pytest.approx(2 * gathered, rel=0.03)
 

@@ -92,7 +92,7 @@ def test_log_probabilities_gradients_and_weights_are_those_of_the_whole_model(fa
     ],
 )
 def test_clipped_updates_are_those_of_the_whole_model_and_continue(family, optimizer, devices, nothing_in_float32):
-    """In float64: see `ROUNDING`."""
+    """The updates are in float64: see `ROUNDING`."""
     whole = build(family, dtype=torch.float64)
     split = split_over_devices(whole, ["cpu"] * devices)
     optimizers = [OPTIMIZERS[optimizer](model.parameters(), lr=1e-3) for model in (whole, split)]

@@ -24,7 +24,7 @@ MIXED = (*ONLINE, "online.mix_offline=0.25", "n_eval_model_samples=2")
 def test_the_ledger_has_texts_and_scores_of_drawn_pairs_and_none_of_given_ones(finished):
     rows = read_ledger(finished(*MIXED)).to_pylist()
     assert all(row["prompt"] is row["others"] is row["score_chosen"] is None for row in rows if row["tie"] is None)
-    # an example is a prompt: two batches of eleven are an epoch
+    # An example is a prompt: two batches of eleven are an epoch.
     trained = [row["epoch"] for row in rows if row["split"] == "train"]
     assert trained == [update // 2 for update in range(6) for _ in range(4)]
     drawn = [row for row in rows if row["tie"] is not None]
@@ -40,7 +40,7 @@ def test_the_ledger_has_texts_and_scores_of_drawn_pairs_and_none_of_given_ones(f
 
 
 def test_samples_of_drawn_answers_are_those_of_the_ledger(finished):
-    """Though sample_during_eval=false."""
+    """The run has sample_during_eval=false."""
     run = read_run(finished(*MIXED))
     assert [record["examples"] for record in run.drawn] == [8, 8, 16, 16, 24, 24]
     kept = {(row["prompt"], row["chosen"], row["rejected"]) for row in read_ledger(finished(*MIXED)).to_pylist()}

@@ -110,7 +110,7 @@ def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
 
     shown = screen.getvalue()
     assert re.search(r" 50% 00:02 left \|.+\| sample 1/2, token 128/256", shown)
-    # the evaluation before the first update took 2 s, which say nothing of updates
+    # The evaluation before the first update took 2 s, which say nothing of updates.
     assert re.search(r"  2% \? left \|.+\| update 1/64, loss 0.6891  acc 0.97  margin 0.00812", shown)
     assert max(map(len, re.split("[\r\n]|\x1b\\[A", shown))) <= 80
     assert "saved\n" in shown

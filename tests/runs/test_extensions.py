@@ -54,7 +54,7 @@ def insert(file: Path, before: str, text: str) -> None:
     file.write_text(content.replace(before, text + before))
 
 
-# by file: the text before which something is inserted, and what
+# For each file: the text before which something is inserted, and what.
 KEY_METRIC_AND_ROW = {
     "settings/keys.py": ("    nan_policy: ", "    lr_unit: Positive\n"),
     "config/config.yaml": ("# factor of lr. none: ", "# what lr_in_units counts\nlr_unit: 1.0\n\n"),

@@ -88,7 +88,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouche
 
 
 def test_code_in_a_cache_is_refused_and_not_run(run, tmp_path):
-    """For an archive's, see `test_weights.py`."""
+    """`test_weights.py` has the test for an archive."""
     run("b", "n_examples=4", "cache_reference_logps=all")
     [cache] = tmp_path.rglob("reference_logps/*.npz")
     cache.write_bytes(pickle.dumps(Bomb(tmp_path / "proof")))

@@ -35,7 +35,7 @@ from dpo.losses import LOSSES
 
 TOLERANCE = 1e-5  # of metrics and weights; about 1e-6 is measured
 OF_AN_EXAMPLE = 1e-4  # updates at a large rate magnify rounding: the loss of one example with dpop by 5e-5
-# two epochs of two updates, with evaluations at 0, 16 and 32 examples
+# The run has two epochs of two updates, with evaluations at 0, 16 and 32 examples.
 BASE = (
     "batch_size=8 eval_batch_size=8 n_eval_examples=8 n_eval_model_samples=8 n_examples=32 eval_every=16 ledger=true "
     "model.reference_dtype=null"
@@ -101,7 +101,7 @@ FEATURES = {
     "online a reward model": f"{ONLINE} online.scorer=reward_model online.reward_model=REWARD_MODEL",
     **ONLINE_BY_LOSS,
 }
-# where rounding is coarse, and what concerns resuming alone
+# In these ways rounding is coarse, or only resuming matters.
 RESUMED_ONLY = {
     "much at once": (
         "datasets=[hh,more] gradient_accumulation_steps=2 sample_during_eval=true model.autocast=bfloat16 "
@@ -166,7 +166,7 @@ QUICK = {
     "resumed": "online a following reference",
     "killed, resumed": "online lora",
 }
-# a loss or an option by itself is not trained in every way, but those of each kind of loss are
+# A loss or an option by itself is not trained in every way, but those of each kind of loss are.
 KINDS = (
     "dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "plackett_luce", "bradley_terry", "mix",
     "all options",
@@ -179,7 +179,7 @@ IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
 WAYS_OF_DATA = (*FEW_WAYS, "resumed", "references first", "cut")
-# these ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state
+# These ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state.
 COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed"))}
 IN_COMBINED_WAYS = (
     "dpo", "beta_dpo", "kto", "mixed datasets", "sampling", "lora", "lora with dropout, aot",

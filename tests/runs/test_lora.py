@@ -108,7 +108,7 @@ def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, monkeypa
     torch.testing.assert_close(ours, pefts, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(at_once, pefts, rtol=1e-5, atol=1e-5)
     assert (pefts - before).abs().max() > 1e-2
-    # what is frozen has no state of the optimizer, and had no gradient
+    # Frozen weights have no state of the optimizer, and had no gradient.
     assert len(trainer.optimizer.state) == len(weights)
 
 

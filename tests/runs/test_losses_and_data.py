@@ -12,7 +12,7 @@ from dpo.settings.validation import find_problems
 
 PAIRS = ("pairs", "lists", "targets")  # all that pairs can be made into, without unpair=true
 ONLINE = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8")
-# the data, settings, and what a loss must train on there
+# Each case has the data, settings, and what a loss must train on there.
 KINDS = {
     "pairs": ("pairs", (), PAIRS),
     "pairs, unpaired": ("pairs", ("unpair=true",), ("labels",)),

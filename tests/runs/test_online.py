@@ -139,7 +139,7 @@ def test_a_flipped_label_is_trained_on_and_logged(run, seen, run_dir, tmp_path):
 
 
 def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
-    """By hand: from the answers that the two models give."""
+    """The metrics are computed by hand from the answers of the two models."""
     trainer = make(compose(tmp_path, "run", *DRAWN, "online.missing_eos_penalty=0.5"))
     for _ in range(2):
         trainer.train_step(next_batch(trainer))
@@ -195,7 +195,7 @@ def test_a_batch_of_ties_alone_changes_nothing(run, run_dir, tmp_path):
     calls = tmp_path / "calls"
     scorer = write_scorer(
         tmp_path,
-        # the calls before are for held-out answers of policy and reference
+        # The calls before are for held-out answers of policy and reference.
         f"open({str(calls)!r}, 'a').write('.')\n    first = len(open({str(calls)!r}).read()) == 3\n"
         "    return [float(first and i == 0) for i in range(len(completions))]",
     )
@@ -218,7 +218,7 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
         weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
-        alone = Batch(some, [1.0, 1.0], trainers[1].batches.split(some, 2), cache_rows=())
+        alone = Batch(some, [1.0, 1.0], trainers[1].batches.make_microbatches(some, 2), cache_rows=())
         ours = trainers[0].train_step(batch._replace(weights=weights, cache_rows=()))
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
@@ -250,7 +250,7 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
 
 @pytest.mark.parametrize("during", ["an update", slow("an evaluation")])
 def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, run_dir, monkeypatch):
-    """And the run continues as if it had not been stopped."""
+    """The run continues as if it had not been stopped."""
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
     stopping_call = {"an update": 2, "an evaluation": 4}[during]  # the reference's answers
     whole = finished(*settings)
@@ -276,7 +276,7 @@ SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=Ad
 
 @pytest.mark.slow
 def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(run, run_dir, tmp_path, monkeypatch):
-    """After update 2, which is not taken, the reference is a copy.
+    """The reference is a copy after update 2, which is not taken.
 
     Update 3, of a resumed run, begins at a KL of 0, where nothing is ranked.
     """
@@ -314,7 +314,7 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
 
 @pytest.mark.parametrize("grid", [(), slow(SHARDED)])
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, run_dir, tmp_path):
-    """It fails once, as a service would."""
+    """The scorer fails once, as a service would."""
     body = f"""
     with open({str(tmp_path / "calls")!r}, "a+") as calls:
         calls.write(".")
@@ -361,7 +361,7 @@ REWARDED = (*ONLINE, "online.scorer=reward_model", "max_length=44")
 
 
 def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, run_dir, tmp_path):
-    """As Gemma's rejects system messages. The prompt is the last of them."""
+    """Gemma's template rejects system messages. The prompt is the last one of the data."""
     template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
     model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
     with refused(r"its tokenizer's chat template rejects the prompt.*not ten"):

@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_co
 
 
 def test_a_template_writes_the_date_on_which_the_run_began(run, run_dir, tmp_path, monkeypatch):
-    """In a copy of a checkpoint too; an export writes the date on which it is used."""
+    """A copy of a checkpoint keeps it too; an export writes the date on which it is used."""
     model = shutil.copytree(TINY, tmp_path / "model")
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)

@@ -20,7 +20,7 @@ TRAINERS = {
     ("n_rows", "trainer", "counts"),
     [
         (5, "one process", (4, 1, 1)),
-        # by three the 16 examples of a batch of evaluation cannot be divided
+        # The 16 examples of a batch of evaluation cannot be divided by three.
         slow(60, "sharded over three", (54, 6, 18)),
         slow(60, "one process", (54, 6, 13)),
         slow(60, "sharded", (54, 6, 13)),

@@ -127,7 +127,7 @@ def fill_output() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), SHARDED])
 def test_output_that_cannot_be_written_ends_no_run(more, command, run_dir):
-    """On a full disk, or a pipe that nobody reads."""
+    """The disk is full, or nobody reads the pipe."""
     assert start_run(command("run", *more), fill_output).wait() == 0
     assert len(find_checkpoints(run_dir)) > 0
 

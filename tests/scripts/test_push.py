@@ -31,7 +31,7 @@ def hub():
 
 
 def call(hub, tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    # an upload by Xet goes to another kind of server; HF_HUB_OFFLINE is set for tests
+    # An upload by Xet goes to another kind of server; HF_HUB_OFFLINE is set for tests.
     settings = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     environment = make_environment(**settings, HF_HOME=str(tmp_path / "hf"), **more)
     return warm.run(*arguments, cwd=ROOT, environment=environment, timeout=200, fault=read_environment_again)

@@ -56,7 +56,7 @@ def answered(models: list[LoadedModel], sampling: Sampling) -> dict[str, list[st
 
 
 def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
-    """In a chat a control token in a message is refused."""
+    """A control token in a message of a chat is refused."""
 
     def ask(form: str, messages: list[dict[str, str]]) -> str:
         model = models[0]._replace(tokenizer=chatty, form=form)

@@ -48,7 +48,7 @@ OPTION_FILES = [file for group in ("loss", "lora", "online") for file in sorted(
 def test_every_key_has_a_comment_above_it_or_on_its_line(file):
     lines = file.read_text().split("\ndefaults:")[0].splitlines()
     keys = [i for i, line in enumerate(lines) if re.match(r"\s*\w+:", line)]
-    # a key that only opens a section leaves it to the keys in it
+    # A key that only opens a section leaves it to the keys in it.
     sections = {i for i in keys if re.fullmatch(r"\w+:", lines[i]) and re.match(r"  # |  \w", lines[i + 1])}
     bare = [
         lines[i]

@@ -78,7 +78,7 @@ def test_policy_and_reference_compute_in_these_dtypes(overrides, policy, referen
         slow(FSDP, False, None, (None, None)),
         slow(f"{FSDP} model.fsdp_policy_mp=float32", True, None, (None, "float32")),
         slow(f"{TENSOR} tensor_parallel.backend=tensor_parallel", True, None, (None, None)),
-        # a resumed run keeps its precision, also by another trainer
+        # A resumed run keeps its precision, also by another trainer.
         (FSDP, False, {"model.autocast": "bfloat16"}, (None, "bfloat16")),
         slow("", False, {"model.fsdp_policy_mp": "bfloat16"}, ("bfloat16", None)),
         slow(FSDP, True, {"model.autocast": None}, (None, None)),
@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():
 
 
 def test_an_option_that_another_loss_has_may_be_in_the_config_of_a_python_caller():
-    """As in that of a user's own `@hydra.main` with experiment=modern, which sets loss.average for loss=sft."""
+    """An example is a user's own `@hydra.main` with experiment=modern, which sets loss.average for loss=sft."""
     plan = plan_of("experiment=modern", "loss=dpo", "loss.beta=0.1")
     assert "loss.average" not in plan.values
     assert not [problem for problem in find_value_problems(plan.values) if problem.key.startswith("loss.")]

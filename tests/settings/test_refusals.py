@@ -42,7 +42,7 @@ REFUSED = [
     ("loss=ipo loss.beta=1 loss.average=mean", "loss.average=mean must be true or false"),
     ("experiment=modern loss=kto loss.average=mean", "loss.average does not exist with loss=kto"),
     ("lora=x", "lora=x is unknown (there are lora, none, qlora)"),
-    # whether there is a beta is not known
+    # It is not known whether there is a beta.
     (
         "loss=dppo loss.beta=0.1",
         f"loss=dppo is unknown: did you mean dpop or dpo? (there are {', '.join(sorted(LOSSES))}",
@@ -164,7 +164,7 @@ DISCOURAGED = [
 
 ACCEPTED = [
     "",
-    # the adapter is float32; eps=1e-4 is not 0 in float16; this decay is not rounded away
+    # The adapter is float32; eps=1e-4 is not 0 in float16; this decay is not rounded away.
     f"model.policy_dtype=float16 {LORA} lr=1e-4 model.autocast=float16",
     "model.policy_dtype=float16 optimizer_args.eps=1e-4",
     "model.policy_dtype=bfloat16 optimizer=SGD lr=0.02 optimizer_args.weight_decay=0.1",

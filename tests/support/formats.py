@@ -39,7 +39,7 @@ def gpt(value: str) -> dict[str, str]:
     return {"from": "gpt", "value": value}
 
 
-# like ChatML with tools, in fewer letters
+# This is like ChatML with tools, in fewer letters.
 TURN = "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
 END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END

@@ -168,9 +168,10 @@ def save_reward_model(
 logging.getLogger("transformers").setLevel(logging.ERROR)  # no warnings about token ids that a tiny vocabulary lacks
 
 
-# of weights after an update in float64, computed in another order. Optimizers divide a gradient by its size, down to
-# eps, which is 1e-10 at least: a sum of 1,000 terms is off by about sqrt(1000) * 1.1e-16, for a gradient of norm 1, and
-# an update at lr=1e-3 by 1e-3 * 3.5e-15 / 1e-10 = 3.5e-8. In float32 that is 19, whatever one machine has shown.
+# This bounds the errors of weights after an update in float64 that is computed in another order. Optimizers divide a
+# gradient by its size, down to eps, which is 1e-10 at least: a sum of 1,000 terms is off by about sqrt(1000) * 1.1e-16,
+# for a gradient of norm 1, and an update at lr=1e-3 by 1e-3 * 3.5e-15 / 1e-10 = 3.5e-8. In float32 that is 19, whatever
+# one machine has shown.
 ROUNDING = 1e-6
 
 

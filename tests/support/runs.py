@@ -207,7 +207,7 @@ def write_chats(folder: Path) -> Path:
         looked = [call({"at": f"{split} {i}"}), {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"}]
         question = user(f"What is at {i}?")
         good, bad, doubt = (assistant(text) for text in (f"{i} stars.", "Who knows?", "Where?"))
-        # chosen begins with a call, rejected with an answer; in some pairs both have calls
+        # Chosen begins with a call, rejected with an answer; in some pairs both have calls.
         chosen, rejected = [*looked, good], [doubt, question, *looked, bad] if i % 3 else [bad]
         return {"prompt": [question], "chosen": chosen, "rejected": rejected, "tools": tools}
 

@@ -11,7 +11,7 @@ def make(turn: str, before: str = "") -> str:
 
 
 PLAIN = make(BEGIN + "{{ m.content }}" + CLOSE)
-# as Zephyr's, which knows three roles
+# This is like Zephyr's, which knows three roles.
 BY_ROLE = make("{% if m.role in ('user', 'assistant', 'system') %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}")
 FIRST_SYSTEM = make(
     "{% if m.role != 'system' or loop.first %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}",
@@ -37,7 +37,7 @@ CALLS = (  # JSON, JSON in JSON, and tags
     "{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>{% for k, v in c.function.arguments | items %}"
     "<p={{ k }}>\n{{ v }}\n</p>{% endfor %}{% endfor %}",
 )
-# like Qwen3's: thinking stays only after the last question, and the last turn begins with it
+# This is like Qwen3's: thinking stays only after the last question, and the last turn begins with it.
 THINKING_WITH_TOOLS = (
     "{% set seen = namespace(question=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set seen.question = loop.index0 %}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""As much of a W&B server as a run needs."""
+"""The part of a W&B server that a run needs."""
 
 import http.server
 import json

@@ -30,7 +30,7 @@ def test_two_items_are_prepared_ahead_and_no_more():
 
 
 def test_a_mismatched_example_has_a_response_to_another_prompt():
-    """Though examples of a prompt are neighbours, and there are fewer responses to some prompts than to others."""
+    """Examples of a prompt are neighbours, and there are fewer responses to some prompts than to others."""
     prompts = []
     for i, n_responses in enumerate([3, 1, 2, 4]):
         responses = [f"{i}.{j}<|endoftext|>" for j in range(n_responses)]

@@ -68,7 +68,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
     for kind in ("means", "table"):
         assert ours[kind].keys() == theirs[kind].keys()
         for name, values in theirs[kind].items():
-            # a reward is a difference of log-probabilities of up to 100, which are right to 1e-6
+            # A reward is a difference of log-probabilities of up to 100, which are right to 1e-6.
             tolerance = {"rel": 1e-6, "abs": 1e-5} if name.startswith(("rewards", "loss")) else {"rel": 1e-6}
             assert ours[kind][name] == pytest.approx(values, **tolerance), name
 

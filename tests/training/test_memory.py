@@ -29,7 +29,7 @@ from trainers import BasicTrainer
 PARAMETERS = 282_048  # of the tiny Llama
 ROOT_UNIT = 2 * 1024 * 64 + 64  # embeddings, head and last norm
 BLOCK = (PARAMETERS - ROOT_UNIT) // 3
-# of its adapter of rank 4: 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176
+# Its adapter of rank 4 has 3 layers, each with 4 matrices of 64 x 64 and 3 of 64 x 176.
 ADAPTER = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 176))
 FSDP = "trainer=FSDPTrainer eval_batch_size=8 batch_size=8 gradient_accumulation_steps=2 model.fsdp_policy_mp=bfloat16"
 ONLINE = "online=online max_length=48 max_prompt_length=8 online.max_new_tokens=40 online.scorer=shorter"
@@ -123,7 +123,7 @@ def test_the_prediction_is_within_15_percent_of_what_updates_take(settings, rows
             "lora=lora lora.r=4 model.policy_dtype=bfloat16",
             {"policy": 2 * PARAMETERS + 4 * ADAPTER, "gradients": 4 * ADAPTER, "reference": 0},
         ),
-        # two processes: the policy's root and two blocks are gathered in bfloat16
+        # With two processes, the policy's root and two blocks are gathered in bfloat16.
         (
             FSDP,
             {
