@@ -12,7 +12,7 @@ import itertools
 import sys
 
 from dpo.commands import add_model_options, add_sampling_options, command, make_parser, set_up_models
-from dpo.data.asking import MEANINGS, RAW
+from dpo.data.prompt_forms import PROMPT_FORMS, RAW
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from dpo.models.generation import LoadedModel, load_for_generation
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     option("path", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from; or none")
     add_sampling_options(parser)
-    option("--format", choices=[*MEANINGS], help="form of prompts, instead of that in training")
+    option("--format", choices=[*PROMPT_FORMS], help="form of prompts, instead of that in training")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
@@ -73,6 +73,6 @@ def main(arguments: list[str]) -> None:
     )
     sampling = models[0].choose_sampling(options)
     form = models[0].form
-    print(f"prompts are asked in the form {form}: {MEANINGS[form]} (--format changes it)")
+    print(f"prompts are asked in the form {form}: {PROMPT_FORMS[form]} (--format changes it)")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
     converse(models, sampling)

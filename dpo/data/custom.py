@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
-from dpo.data.asking import is_dialogue, is_prefilled, share_header, split_turns
 from dpo.data.columns import Columns, recognize
+from dpo.data.prompt_forms import is_dialogue, is_prefilled, share_header, split_turns
 from dpo.data.schema import (
     ASSISTANT,
     READ,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.data.asking import is_prefilled
+from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import Messages, Prompt, naming
 from dpo.data.templates import TemplateRejects, bind_tools, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos

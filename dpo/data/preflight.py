@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dpo.data.asking import CHAT
 from dpo.data.examples import encode_examples, list_examples, read_examples
 from dpo.data.loading import find_trains_on, identify_dataset, load_splits
+from dpo.data.prompt_forms import CHAT
 from dpo.data.report import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
 from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain_refusal, write_lines
 from dpo.data.table import FOLDER, Facts, PromptTable, find_or_build, number_prompts, read_facts, write_prompts

@@ -9,9 +9,9 @@ from statistics import fmean
 
 import numpy as np
 
-from dpo.data.asking import CHAT, HH, RAW, is_dialogue
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
 from dpo.data.near_duplicates import make_digests
+from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
 from dpo.data.schema import WARNED_FROM, Prompt, naming
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
@@ -70,7 +70,7 @@ class SplitReport:
     mean_chosen_tokens: float | None = None
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
-    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `asking.MEANINGS`
+    prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `PROMPT_FORMS`
     problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
     digest: str = ""  # tells all that the examples are made of, in order
     token_digest: str = ""  # tells the vocabulary and the examples' token ids

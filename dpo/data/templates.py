@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpo.data.asking import is_prefilled
+from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
 from dpo.data.tokenization import compile_control, list_ends, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence

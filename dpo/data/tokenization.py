@@ -96,7 +96,7 @@ class TextEncoder:
         self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
         self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
         self.ends = tuple(list_ends(tokenizer))  # strings of the tokens that end an answer
-        self._lock = Lock()  # held while the backend is made, or encodes
+        self._lock = Lock()  # held while `_in_rust` is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize each text by itself; return token ids by text."""
@@ -147,7 +147,7 @@ class TextEncoder:
         distinct = list(dict.fromkeys(texts))
         if self.tokenizer.is_fast:
             with self._lock:
-                encoded = self._backend.encode(distinct)
+                encoded = self._in_rust.encode(distinct)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         for ids_of_parts in encoded.values():
@@ -177,12 +177,15 @@ class TextEncoder:
         return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None
 
     @cached_property
-    def _backend(self) -> Backend:
-        return Backend(self.tokenizer)
+    def _in_rust(self) -> PartsTokenizer:
+        return PartsTokenizer(self.tokenizer)
 
 
-class Backend:
-    """A copy of a fast tokenizer that adds and cuts nothing, so that all its tokens have places in the text."""
+class PartsTokenizer:
+    """A copy of a fast tokenizer that divides the tokens of a text among the text's parts.
+
+    It neither adds special tokens nor truncates or pads, so every token has a position in the text.
+    """
 
     def __init__(self, tokenizer: Any):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -194,6 +197,7 @@ class Backend:
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
+        """Return for each text the token ids of its parts, or None if a token lies in two parts."""
         encoded = {}
         encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
@@ -209,8 +213,9 @@ class Backend:
         n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
         if n_before == 0 or offsets[n_before - 1][1] <= position:
             return n_before
+        # the last of these tokens ends behind the position, perhaps only by the spaces that it takes
         token = self._tokens.id_to_token(encoding.ids[n_before - 1])
         begin = "".join(parts).find(token, offsets[n_before - 1][0]) if token in self._stripping else -1
-        if position <= begin:  # only the spaces that the token takes from the text beside it are before
+        if position <= begin:  # only such spaces are before the position
             return n_before - 1
         return n_before if 0 <= begin <= position - len(token) else None

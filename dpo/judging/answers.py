@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tqdm
 
-from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
 from dpo.data.preflight import load_data
+from dpo.data.prompt_forms import make_chat
 from dpo.data.schema import Prompt, naming
 from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
@@ -96,7 +96,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
     text = prompt.text
     if tokenizer is not model.tokenizer:
         with naming(f"the prompt {prompt.written[:80]!r}"):
-            text = model.write(prompt.messages or as_messages(prompt, "")[:-1])
+            text = model.write(prompt.messages or make_chat(prompt, "")[:-1])
     with suppress(InputError):
         return model.encode(text, n_new=n_new)
     return None

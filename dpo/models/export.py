@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
-from dpo.data.asking import CHAT, HH, MEANINGS, RAW
+from dpo.data.prompt_forms import CHAT, HH, PROMPT_FORMS, RAW
 from dpo.data.templates import apply_template
 from dpo.data.tokenization import list_ends
 from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
@@ -454,7 +454,7 @@ def _write_card(
         method=escape_markdown(method),
         code=_write_code(folder, source, model, is_adapter=is_adapter),
         reward=_write_reward_code(source, form) if source.scalar_head else "",
-        form=f"Form of a prompt: `{MEANINGS[form]}`." if form else "",
+        form=f"Form of a prompt: `{PROMPT_FORMS[form]}`." if form else "",
         facts=textwrap.indent(yaml.safe_dump(known, sort_keys=False, allow_unicode=True), "    "),  # a block of code
     )
     ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / "README.md")

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpo.data.asking import CHAT, HH, RAW, write_dialogue
+from dpo.data.prompt_forms import CHAT, HH, RAW, write_dialogue
 from dpo.data.schema import Messages, Prompt
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
@@ -25,7 +25,7 @@ class LoadedModel(NamedTuple):
     name: str
     model: Any
     tokenizer: Any
-    form: str  # the form of its prompts, one of MEANINGS
+    form: str  # the form of its prompts, one of PROMPT_FORMS
     adapter: str | None = None  # the name of its adapter in `model`
     path: ModelPath | None = None
 

@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub import metadata_load
 
 from dpo.checkpoint.files import MANIFEST, read_manifest
-from dpo.data.asking import HH, MEANINGS
+from dpo.data.prompt_forms import HH, PROMPT_FORMS
 from dpo.data.tokenizer import KeptTemplate
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.places import BUILT_IN, HUB_ID, check_exists, find_local
@@ -203,7 +203,7 @@ def _choose_template(
 
 
 def find_prompt_format(model: ModelPath) -> str | None:
-    """Find the form of all training prompts, one of MEANINGS, by the run's record or an export's card.
+    """Find the form of all training prompts, one of PROMPT_FORMS, by the run's record or an export's card.
 
     None if it is not known, or if datasets differ.
     """
@@ -221,7 +221,7 @@ def find_prompt_format(model: ModelPath) -> str | None:
             form = (metadata_load(card) or {}).get("prompt_format")
         except Exception:  # no card, or not one of ours: a card may hold anything
             return None
-    return form if form in list(MEANINGS) else None
+    return form if form in list(PROMPT_FORMS) else None
 
 
 def read_run_file(model: ModelPath, name: str) -> Mapping:

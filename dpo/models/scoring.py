@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.asking import as_messages, write_dialogue
+from dpo.data.prompt_forms import make_chat, write_dialogue
 from dpo.data.schema import Prompt
 from dpo.data.templates import TemplateRejects, apply_template, change_texts
 from dpo.data.tokenization import TextEncoder, remove_control
@@ -183,7 +183,7 @@ class RewardModel:
             question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
             separator = ""
             if prompt.messages is not None:  # written without the policy's template
-                *asked, last = self._clean(as_messages(prompt, text))
+                *asked, last = self._clean(make_chat(prompt, text))
                 question = write_dialogue(asked)
                 if self.form == "pair" and len(asked) == 1 and asked[0]["role"] == "user":
                     question = asked[0]["content"]
@@ -202,7 +202,7 @@ class RewardModel:
                 f"{prompt.text[:200]!r}"
             )
             with explaining(TemplateRejects, lambda why: InputError(f"{rejected}: {why}")):
-                chat = self._clean(as_messages(prompt, text))
+                chat = self._clean(make_chat(prompt, text))
                 whole = apply_template(self.tokenizer, chat, tools=self._clean(prompt.tools))
             token_ids = self._encode([whole])[whole]
         elif prompt.apart:

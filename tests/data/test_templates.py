@@ -24,9 +24,9 @@ from support.templates import THINKING_WITH_TOOLS, TRIMMED_WITH_TOOLS
 from transformers import AutoTokenizer
 
 from dpo.data import report
-from dpo.data.asking import as_messages
 from dpo.data.custom import get_custom
 from dpo.data.examples import make_labels
+from dpo.data.prompt_forms import make_chat
 from dpo.data.report import SplitCounter
 from dpo.data.schema import Prompt, read_messages
 from dpo.data.table import PromptTable, number_prompts, write_prompts
@@ -209,7 +209,7 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     )
     assert asked(prompt, tokenizer) == text
     stored = Prompt(text, [], [], rendered=True, messages=prompt)
-    assert as_messages(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
+    assert make_chat(stored, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
 DATED = (

@@ -1,4 +1,4 @@
-"""Forms of prompts, and chat templates applied to messages."""
+"""Forms of prompts: a chat, a dialogue in HH's format, or plain text. What has one form can be written in another."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
 CHAT, HH, RAW = "chat", "hh", "raw"
-MEANINGS = {
+PROMPT_FORMS = {
     CHAT: "the tokenizer's chat template",
     HH: r"\n\nHuman: ...\n\nAssistant:",
     RAW: "plain text, as it is",
@@ -45,7 +45,7 @@ def is_prefilled(prompt: Messages) -> bool:
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
 
 
-def as_messages(prompt: Prompt, answer: str) -> Messages:
+def make_chat(prompt: Prompt, answer: str) -> Messages:
     """Return prompt and answer as a chat. The prompt may be one itself, a dialogue in HH's format, or a user's text."""
     if is_dialogue(prompt.text) and not prompt.rendered:
         return split_turns(prompt.text, answer)

@@ -3,7 +3,7 @@
 import pytest
 from support.formats import user
 
-from dpo.data.asking import as_messages
+from dpo.data.prompt_forms import make_chat
 from dpo.data.schema import Prompt
 
 
@@ -26,5 +26,5 @@ from dpo.data.schema import Prompt
     ],
 )
 def test_a_prompt_and_an_answer_are_messages_again(prompt, turns):
-    said = [(message["role"], message["content"]) for message in as_messages(prompt, " So it is.\n")]
+    said = [(message["role"], message["content"]) for message in make_chat(prompt, " So it is.\n")]
     assert said == [*turns, ("assistant", "So it is.")]
