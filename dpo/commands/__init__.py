@@ -125,9 +125,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:
-    """Add the options that no config can set.
+    """Add options that a run's config cannot set.
 
-    They are a file to be read, and the only option that lets a command run a model's code.
+    They name a file to read, and allow the command to run a model's code.
     """
     parser.add_argument("--chat-template", *template_names, metavar="FILE", help="instead of the run's own template")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); an interrupted demo goes on."""
+"""SFT, then DPO, on synthetic dialogues, in `.cache/demo` (`make demo`); a new call continues an interrupted demo."""
 
 import os
 import subprocess

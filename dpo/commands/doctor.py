@@ -1,4 +1,4 @@
-"""Print what a machine has, what to train with on it, and what is wrong: exit status 1 if anything is.
+"""Print what a machine has, recommended settings, and problems; the exit status is 1 if there are any.
 
     dpo doctor
 
@@ -29,7 +29,7 @@ from dpo.system.launching import choose_backend
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # only a clone has it
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
-FEWEST_OPEN_FILES = 4096  # a hard limit with which several processes, each with data, sockets and checkpoints, get by
+FEWEST_OPEN_FILES = 4096  # a hard limit that suffices for several processes, each with data, sockets and checkpoints
 
 
 def read_requirements() -> list[Requirement]:

@@ -4,8 +4,8 @@
 
 JUDGE is one of: human (writes a page on which people judge), verdicts:FILE (what that page saved), reward_model:DIR,
 function:FILE.py:NAME (scores answers), or the URL of a server with the chat completions protocol, whose key is in
-JUDGE_API_KEY or OPENAI_API_KEY. An interrupted evaluation goes on where it was. docs/evaluation.md explains it. Exit
-status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
+JUDGE_API_KEY or OPENAI_API_KEY. The same command continues an interrupted evaluation. docs/evaluation.md explains it.
+Exit status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
 import shlex
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
         try:
             judge_answers(options, arguments)
         except KeyboardInterrupt:
-            print("what is done is kept: the same command goes on", file=sys.stderr)
+            print("finished work is kept: the same command continues", file=sys.stderr)
             raise
 
 
@@ -186,7 +186,7 @@ def load_pair(options: Any) -> list[LoadedModel]:
     names = [name_model(model.path) for model in models]
     if not options.other:
         names[1] = "its start"
-    elif names[0] == names[1]:  # too brief to tell them apart
+    elif names[0] == names[1]:  # short names would be equal
         names = [options.model, options.other]
     return [model._replace(name=name) for model, name in zip(models, names, strict=True)]
 
@@ -245,7 +245,7 @@ def run_lm_eval(options: Any) -> None:
     source = find_model(
         options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
     )
-    # lm-eval reads no policy.pt, but the export in a run's checkpoint
+    # A checkpoint has an export that lm-eval reads; it cannot read a policy.pt.
     model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
     if (source.policy_file and not model.exists()) or "," in str(model):  # lm-eval splits its arguments at commas
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")

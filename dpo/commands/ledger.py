@@ -88,4 +88,4 @@ def main(arguments: list[str]) -> None:
         note,
     ]
     for line in lines:
-        print("".join(c if c.isprintable() else " " for c in line))  # other characters could change the terminal
+        print("".join(c if c.isprintable() else " " for c in line))  # control characters could steer a terminal

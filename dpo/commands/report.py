@@ -61,7 +61,7 @@ def list_runs(paths: list[Path]) -> list[Path]:
 
 
 def serve(paths: list[Path], port: int) -> None:
-    """Show the runs to browsers of this machine until Ctrl-C. Raises InputError for what is not a run."""
+    """Show the runs to browsers of this machine until Ctrl-C. Raises InputError if a path is not a run."""
     draw_charts(read_runs(list_runs(paths)))  # what cannot be shown is refused now, not at the first request
     drawing = threading.Lock()  # matplotlib's styles are global
 

@@ -22,7 +22,7 @@ RESET = "/reset"
 
 
 def converse(models: list[LoadedModel], sampling: Sampling) -> None:
-    """Hold a conversation with each model, over typed or piped lines; in the form raw each prompt is alone."""
+    """Hold a conversation with each model, over typed or piped lines; in the form `raw` each prompt stands alone."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
     histories = [[] for _ in models]  # messages so far, by model
     for index in itertools.count():  # the prompt's number, which is part of the seed

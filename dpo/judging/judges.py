@@ -96,7 +96,7 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
             return Verdict(None, reason=f"no verdict in {reply[-200:]!r}")
         scores.append(score)
     first_score = scores[0]
-    first_score_reversed = 1 - scores[1]  # there the first answer was B
+    first_score_reversed = 1 - scores[1]  # in this order, the first answer was B
     is_flipped = {first_score, first_score_reversed} == {0, 1}
     return Verdict((first_score + first_score_reversed) / 2, is_flipped, str(in_order).strip())
 
@@ -110,7 +110,7 @@ def read_verdict(reply: str) -> float | None:
 def read_template(name: str) -> str:
     """Read one of our templates by name, or a file. Raises InputError if it lacks a place for one of the texts."""
     ours = {file.stem: file for file in sorted(QUESTION_FOLDER.glob("*.txt"))}
-    problem = f"--template {name} is none of {', '.join(ours)}, and no file"
+    problem = f"--template {name} is neither a file nor one of {', '.join(ours)}"
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
         text = read_json(ours.get(name, Path(name).expanduser()), str)
     if missing := [place for place in ("{prompt}", "{a}", "{b}") if place not in text]:

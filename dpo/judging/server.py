@@ -82,7 +82,7 @@ class Server:
             others = pool.map(self._ask, questions[2:])
             return first + list(tqdm.tqdm(others, total=len(questions), initial=len(first), desc="judging"))
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C no further call begins
+            pool.shutdown(cancel_futures=True)  # no further call begins after Ctrl-C
 
     def _ask(self, question: str) -> str | Exception:
         """Return the reply to a question, kept or new, or the error that tells why there is none."""
@@ -122,13 +122,13 @@ class Server:
                 raise failure
             time.sleep(wait)
             wait *= 2
-        return None  # never: the last try returns or raises
+        return None  # not reached: the last try returns or raises
 
     def _fetch(self, request: Request) -> tuple[int, bytes]:
         """Return status and content of a reply.
 
-        The call is made in a thread, which is abandoned when the time is up: a server may send a byte at a time for
-        ever.
+        The call is made in a thread, which is abandoned when the time is up: a server may send a byte at a time
+        forever.
         """
         future = Future()
 

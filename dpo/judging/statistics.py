@@ -1,4 +1,4 @@
-"""What verdicts say about two models: win rates, with what length explains and what the sample could not show."""
+"""Win rates from verdicts on two models, also at equal lengths, and the differences that the sample could show."""
 
 import math
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from dpo.analysis.verdict import FEWEST, share_interval
 from dpo.numbers import count, percent
 
 N_RESAMPLES = 10_000  # bootstrap samples; a tenth of them where a model is fitted to each, which takes longer
-FEWEST_FOR_LENGTH = 100  # prompts from which on the length-controlled win rate is reported
-FEWEST_ON_A_SIDE = 0.1  # likewise the least share of prompts on which each model's answer is the longer one
+FEWEST_FOR_LENGTH = 100  # with fewer prompts, no length-controlled win rate is reported
+FEWEST_ON_A_SIDE = 0.1  # the same, for the share of prompts on which either model's answer is longer
 SMALLEST_SHOWN = 0.1  # a win rate's difference from one half that users should be able to see
 DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
 
@@ -37,7 +37,7 @@ class Summary(NamedTuple):
     controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
 
     def describe(self, name: str, other: str) -> str:
-        """Say in sentences who wins how often, and how far the number of prompts can tell."""
+        """Say in sentences how often each model wins, and how small a difference this many prompts can show."""
         counts = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{counts} against {other}: win rate {self.rate}. "
         more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"

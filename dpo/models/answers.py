@@ -1,4 +1,4 @@
-"""Answers to prompts, each with random numbers of its own, so that none depends on its batch, up to rounding."""
+"""Answers to prompts. Each is drawn with random numbers of its own, so it depends on its batch by rounding alone."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -45,7 +45,7 @@ def choose_attention(wanted: str) -> str | None:
 
 
 def _use_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
-    """Decide as transformers, but not in float32 on GPUs, where only torch's slowest kernel takes grouped heads."""
+    """Decide as transformers does, except for float32 on GPUs: only torch's slowest kernel takes grouped heads."""
     if is_gpu(key.device) and key.dtype == torch.float32:
         return False
     return _use_gqa_in_sdpa(mask, key, value)
@@ -107,7 +107,7 @@ def attend_in_bfloat16(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in bfloat16 on a CPU, more than twice as fast as torch; leave all else to transformers' "sdpa".
+    """Attend in bfloat16 on a CPU, more than twice as fast as torch; leave all other cases to transformers' "sdpa".
 
     The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
     """

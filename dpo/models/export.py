@@ -57,7 +57,7 @@ SHARD_BYTES = 2 * 10**9
 SETTINGS = {key for key, row in KEYS.items() if row.resume is ResumeRule.FIXED} - {"model.trust_remote_code"}
 SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
-# These files say how images and video are read.
+# These files have the settings by which images and video are read.
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -120,7 +120,7 @@ def export(
     plan: Plan | None = None,
     **options: Any,
 ) -> Path:
-    """Write a directory for transformers, whole or not at all, and return its path.
+    """Write a directory for transformers, or nothing if that fails, and return its path.
 
     `checkpoint`, `plan` and `options` are those of `find_model`. An adapter stays one, unless `merge` is given;
     `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or
@@ -131,7 +131,7 @@ def export(
         raise InputError(f"{out} exists already: remove it, or use another directory")
     source = find_model(checkpoint, run_plan=plan, **options)
     if source.adapter is None and (source.archive is None or merge):
-        raise InputError(f"{checkpoint} holds no policy.pt or adapter, or none that --merge could merge")
+        raise InputError(f"{checkpoint} holds no policy.pt or adapter, or no adapter for --merge")
     as_adapter = source.adapter is not None and not merge
     if as_adapter and (source.policy_file is None or dtype is not None):
         raise NeedsMerge(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, add --merge")
@@ -155,7 +155,7 @@ def export(
 
 
 def describe_export(folder: Path) -> str:
-    """Say where an export is and how large, and how float32 weights take half of that."""
+    """Name an export's directory and size; for float32 weights, also the command that halves the size."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sentence = f"exported {folder} ({size / 1e9:,.3g} GB)"
     config = folder / "config.json"
@@ -165,7 +165,7 @@ def describe_export(folder: Path) -> str:
 
 
 def export_last(plan: Plan, rank: int) -> None:
-    """Export a complete run's last checkpoint into the folder EXPORTED in it, if wanted and not yet there.
+    """Export a complete run's last checkpoint into its folder EXPORTED, if `plan.run.export` is set and it is missing.
 
     Every process must call it. A failure is only a warning.
     """
@@ -178,7 +178,7 @@ def export_last(plan: Plan, rank: int) -> None:
             out = latest.resolve() / EXPORTED
             out = export(latest, out, trust_remote_code=is_trusted, verify=False, plan=plan)
             print(describe_export(out), flush=True)
-        except Exception as error:  # whatever it is, the run is complete
+        except Exception as error:  # any failure is only a warning
             command = f"dpo export {plan.run.local_run_dir} DIR"
             if isinstance(error, NeedsMerge):
                 command += " --merge"
@@ -187,7 +187,7 @@ def export_last(plan: Plan, rank: int) -> None:
                 f"to export it, run {command}"
             )
             print(WarningLine(warning), file=sys.stderr)
-    meet_rank_0("the export")  # which may take longer than a barrier would wait
+    meet_rank_0("the export")  # the export may take longer than a barrier waits
     barrier_before_exit()
 
 
@@ -218,7 +218,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     Names of weights, config and other files are the base's, except what training or the export had to change.
     """
     if source.adapter is not None:
-        read_adapter(source.adapter)  # to refuse a damaged one before the base is loaded
+        read_adapter(source.adapter)  # a damaged one is refused before the base is loaded
     model = load_structure(source, dtype=dtype or torch.float32)
     state = drop_copies(model, _read_state(model, source, dtype))
     _copy_files(folder, source, PROCESSOR_FILES)
@@ -349,7 +349,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source.options)
-    # These are as published; they are compared below with what they have become.
+    # Below, these published values are compared with the changed ones.
     template = tokenizer.chat_template
     pad_token = tokenizer.pad_token
     n_tokens = len(tokenizer)
@@ -396,7 +396,7 @@ def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) ->
     published = load_generation_config(source)
     file = find_file(source, "generation_config.json")
     values = read_json(Path(file)) if file else published.to_diff_dict()
-    values.pop("_from_model_config", None)  # by which transformers would make it anew
+    values.pop("_from_model_config", None)  # with it transformers would make the file anew
     values["eos_token_id"] = list_end_tokens(published, tokenizer)
     pad = tokenizer.pad_token_id
     values["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad

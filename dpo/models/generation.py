@@ -37,13 +37,13 @@ class LoadedModel(NamedTuple):
         return tokens
 
     def write(self, messages: Messages) -> str:
-        """Write messages in the form of its prompts; InputError if it cannot hold them."""
+        """Write messages in the form of the model's prompts; InputError if this form cannot express them."""
         if self.form == CHAT:
             return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages), {}).text
         return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
 
     def choose_sampling(self, options: Namespace) -> Sampling:
-        """Choose how its answers are drawn, by the options of a command."""
+        """Choose how answers are drawn, from the options of a command."""
         return choose_sampling(
             self.model,
             self.tokenizer,
@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
         )
 
     def answer(self, prompt: TokenIds, number: int, sampling: Sampling) -> str:
-        """Answer a prompt; its number in the session is part of the seed."""
+        """Answer a prompt; the prompt's number in the session is part of the seed."""
         with make_adapter_context(self.model, self.adapter)():
             [given] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
         return given.text

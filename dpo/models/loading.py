@@ -30,7 +30,7 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 def resolve_name(name: str) -> str:
     """Make a directory's path absolute; a Hub id stays as it is."""
     path = Path(name)
-    return str(path.resolve()) if path.exists() else name  # resolves links such as LATEST, which will move
+    return str(path.resolve()) if path.exists() else name  # a link such as LATEST will move
 
 
 def find_model_config(plan: Plan) -> Any:
@@ -104,7 +104,7 @@ def check_blocks(plan: Plan, given: Any = None) -> None:
 
 
 def check_parts(plan: Plan) -> None:
-    """Raise the InputErrors of loading, without reading the model's own weights."""
+    """Raise any InputError that loading would raise, without reading the model's own weights."""
     start = check_model(plan)
     structure = make_structure(plan)
     check_blocks(plan, structure)
@@ -209,7 +209,7 @@ def _load_on_all_ranks(
         given = after_rank_0("a model's weights", model_or_loader)
     model = take_model(given)
     if model is not given and is_rank_0():
-        print(f"{type(given).__name__} is taken off the model given: the trainer distributes, compile=true compiles")
+        print(f"{type(given).__name__} was removed from the model: the trainer distributes, compile=true compiles")
     # Only the tensors of a file tell whether a head is tied, and rank 0 alone reads them.
     untie(model, from_rank_0(list_ties(model)))
 

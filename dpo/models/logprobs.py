@@ -228,7 +228,7 @@ def token_logps(
 
 
 class ScalarHead(nn.Linear):
-    """A head that computes in float32 or higher, as rewards in half precision have three digits."""
+    """A head that computes in float32 or higher: in half precision a reward has only three digits."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__(weight.shape[1], 1, bias=False, device="meta")
@@ -252,7 +252,7 @@ def install_scalar_head(model: Any) -> None:
         model.score = ScalarHead(head.weight)
     elif not isinstance(head, ScalarHead):
         raise InputError(
-            f"{type(model).__name__} is no sequence classification model with a linear head `{HEAD}`, one output "
+            f"{type(model).__name__} is not a sequence classification model with a linear head `{HEAD}`, one output "
             f"and no bias, which loss=bradley_terry needs"
         )
 

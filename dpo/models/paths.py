@@ -88,7 +88,7 @@ def locate_weights(path: str | Path) -> ModelPath:
     path = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = [path, path / "LATEST"]
     if path.name == POLICY_FILE:
-        folders.append(path.parent)  # which may hold an adapter: then its `policy.pt` has no weights of the base
+        folders.append(path.parent)  # with an adapter there, `policy.pt` lacks the weights of the base
     for folder in folders:
         if (folder / CONFIG).is_file():
             with explaining_adapter(folder):
@@ -124,7 +124,7 @@ def find_model(
     template: str | Path | None = None,
     run_plan: Plan | None = None,
 ) -> ModelPath:
-    """Find the model that a path names; InputError if it names none.
+    """Find the model that a path names; InputError if there is none.
 
     The path is that of a `policy.pt`, its directory, a run, an adapter or a model; with `hub` it may be a Hub id.
     `model` is the base, if neither adapter nor run names it, or if it has moved. `template` is a file with a chat
@@ -159,7 +159,7 @@ def find_model(
     base = model or found.name
     if not base:
         if run_plan is None:
-            raise InputError(f"{path} names no base, and has no {RUN_CONFIG} of its run beside it: add --model")
+            raise InputError(f"{path} names no base, and its run's {RUN_CONFIG} is not beside it: add --model")
         base = run_plan.model.name_or_path
     plan = (run_plan or resolve({})).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
@@ -229,5 +229,5 @@ def read_run_file(model: ModelPath, name: str) -> Mapping:
     file = model.run_dir and model.run_dir / name
     record = read_json(file) if file and file.exists() else {}
     if not isinstance(record, Mapping):
-        raise InputError(f"{file} holds no mapping: restore it, or remove it")
+        raise InputError(f"{file} does not hold a mapping: restore it, or remove it")
     return record

@@ -224,7 +224,9 @@ def count_positions(model: Any) -> float:
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
         is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
-        if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:  # OPT's has 2 rows more
+        if (
+            is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions
+        ):  # OPT's table has 2 rows more
             if table.padding_idx is not None:  # RoBERTa's positions come after that of padding
                 n_positions -= table.padding_idx + 1
             return n_positions
@@ -233,7 +235,7 @@ def count_positions(model: Any) -> float:
 
 
 def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """Say what a user may not expect of a model, in lines for the log."""
+    """List lines for the log with what may surprise a model's user."""
     name = type(model).__name__
     used_attention = find_attention(model.config)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
@@ -266,7 +268,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off for good, also where a number in a module or its config decides on it."""
+    """Turn dropout off permanently, also where a number in a module or its config sets it."""
     # Modules share configs, and the config of a multimodal model contains others.
     configs = [module.config for module in model.modules() if getattr(module, "config", None) is not None]
     configs += [inner for config in configs for inner in vars(config).values() if hasattr(inner, "to_dict")]

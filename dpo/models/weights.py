@@ -68,7 +68,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
-    # A scalar head that is trained with the policy's adapter is no part of the base.
+    # A scalar head that is trained with the policy's adapter is not part of the base.
     if HEAD_WEIGHT in adapter_weights(model, POLICY):
         del weights[HEAD_WEIGHT]
     if adapter:

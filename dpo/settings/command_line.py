@@ -73,7 +73,7 @@ class CommandLine(NamedTuple):
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     """Return arguments for Hydra, and the plan. Exits with status 2 for bad input.
 
-    There is no plan if Hydra shows something in place of running, or sweeps.
+    There is no plan if Hydra shows something in place of running, or for a sweep.
     """
     try:
         line = parse(arguments)

@@ -51,7 +51,7 @@ STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their 
 DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay makes weights smaller by lr * weight_decay of them
 LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # smaller changes of a weight, relative to it, are rounded away
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
-# Variables of chat templates that transformers sets, whatever chat_template_args says.
+# Transformers sets these variables of every chat template, so chat_template_args cannot.
 SET_BY_TRANSFORMERS = {
     *("messages", "tools", "documents", "add_generation_prompt"),
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),

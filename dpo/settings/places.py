@@ -206,8 +206,8 @@ def find_source(name: str, sources: Mapping) -> Source:
     with explaining(InputError, lambda why: InputError(f"datasets names {name}: {why}")):
         check_exists(find_local(name))
         raise InputError(
-            f"it is none of {', '.join(BUILT_IN)}, no file or directory, no Hub id, or named like another dataset; say "
-            f"where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
+            f"it is neither one of {', '.join(BUILT_IN)} nor a file, directory or Hub id, or it is named like another "
+            f"dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
         )
 
 

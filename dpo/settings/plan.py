@@ -168,7 +168,7 @@ def flatten(config: DictConfig) -> dict:
                 value = OmegaConf.select(config, key)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
-        if value != {} or key in KEYS or key == "dataset_sources":  # an empty section is no key
+        if value != {} or key in KEYS or key == "dataset_sources":  # an empty section is not a key
             values[key] = value
     return values
 

@@ -300,8 +300,8 @@ def _write_value(value: Any) -> Any:
 def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     """Read a run's `config.yaml`, ours or the reference implementation's.
 
-    Raises InputError if it is none, names no model, or has a wrong value of a key that begins with one of `prefixes` or
-    an interpolation, which could put this machine's environment into an export.
+    Raises InputError if it is not a config, names no model, or has a wrong value of a key that begins with one of
+    `prefixes`; also for an interpolation, which could put this machine's environment into an export.
     """
     config = read_yaml(path)
     try:

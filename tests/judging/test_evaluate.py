@@ -127,7 +127,7 @@ def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
         (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
-        (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is none of helpful"),
+        (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is neither a file nor"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):

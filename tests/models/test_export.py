@@ -51,6 +51,7 @@ def test_merged_models_of_every_family_give_the_logits_of_training(family, tmp_p
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=2e-5)
     assert_near(merged(IDS).logits, of_peft)
     assert merged.generation_config.eos_token_id == [0, 7]
+    assert "???" not in (tmp_path / "merged" / "README.md").read_text()  # the loss is unknown
 
 
 def test_an_archive_of_the_published_reference_is_exported(tmp_path):
@@ -159,7 +160,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(run_dir, tmp_path):
     save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
     adapter_of_run(run_dir, "llama", home, ", random_init: true")
     for path, options, said in (
-        (whole, {"merge": True, "model": str(home)}, "or none that --merge could merge"),
+        (whole, {"merge": True, "model": str(home)}, "or no adapter for --merge"),
         (run_dir, {"dtype": "bfloat16"}, "in a dtype, add --merge"),
         (run_dir, {}, "has random weights, which PEFT cannot load: add --merge"),
         (foreign, {}, "holds an adapter: .* add --merge"),

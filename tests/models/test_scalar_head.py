@@ -56,7 +56,7 @@ def test_each_response_gets_the_reward_of_its_text_alone(family):
 
 
 def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
-    with refused(r"LlamaForCausalLM is no sequence classification model .* loss=bradley_terry needs"):
+    with refused(r"LlamaForCausalLM is not a sequence classification model .* loss=bradley_terry needs"):
         make(compose(tmp_path, "run", "loss=bradley_terry"), policy=tiny_llama)
 
 

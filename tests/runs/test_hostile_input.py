@@ -119,7 +119,7 @@ def test_records_of_another_form_are_no_records_or_one_sentence(checkpoint, tmp_
     (checkpoint.parent / "preflight.json").write_text('{"train": [1]}')
     record.write_text("[]")
     assert export([str(checkpoint), str(tmp_path / "out")]) == 2
-    assert f"error: {record} holds no mapping: " in capsys.readouterr().err
+    assert f"error: {record} does not hold a mapping: " in capsys.readouterr().err
 
 
 def test_reference_logps_that_cannot_be_written_cost_a_warning(run, run_dir, tmp_path, printed):
