@@ -5,6 +5,7 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import Messages, Prompt, naming
-from dpo.data.templates import TemplateRejects, bind_tools, render_until_answer
+from dpo.data.templates import TemplateRejects, apply_template, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
@@ -257,7 +258,7 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    apply = bind_tools(encode.tokenizer, prompt.tools)
+    apply = partial(apply_template, encode.tokenizer, tools=prompt.tools)
 
     def render(chat: Messages) -> str:
         return render_until_answer(apply, chat, continued=is_prefilled(messages))

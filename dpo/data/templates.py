@@ -36,7 +36,7 @@ REWRITTEN = (
     "is scored: write one record for each answer to train on all"
 )
 
-Apply = Callable[..., str]  # renders messages with a tokenizer's template, as `apply_template` does
+Apply = Callable[..., str]  # `apply_template` with its tokenizer and tools
 
 
 # --- a template applied to messages --------------------------------------------------------------------------------
@@ -62,11 +62,6 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
             return tokenizer.apply_chat_template(written, tokenize=False, **options)
     except Exception as error:  # a template is a program, which may raise anything
         raise TemplateRejects(one_sentence(error)) from error
-
-
-def bind_tools(tokenizer: Any, tools: list | None) -> Apply:
-    """Return `apply_template` for this tokenizer and these tools."""
-    return partial(apply_template, tokenizer, tools=tools)
 
 
 def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) -> str:
@@ -295,7 +290,7 @@ class ChatTemplate:
         continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
         chats = [_join(before, answer, continued) for answer in prompt.responses]
         control = self._find_control(prompt, [chat[len(before) - continued :] for chat in chats])
-        apply = bind_tools(self.tokenizer, prompt.tools)
+        apply = partial(apply_template, self.tokenizer, tools=prompt.tools)
         texts = []
         cuts = []
         try:
