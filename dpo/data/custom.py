@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from dpo.errors import InputError, WarningLine
 from dpo.losses import LONGEST_LIST, TRAINS_ON
 from dpo.redaction import redact, shorten
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
+from dpo.settings.plan import Plan
 from dpo.system.pool import map_chunks
 
 N_DECIDING = 100  # first rows, which decide whether texts are rendered
@@ -39,13 +41,14 @@ ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a 
 PROMPT_END = 60  # characters that a note shows
 SYSTEM_ROLES = (SYSTEM, "developer")
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
+DESIRED, UNDESIRED = 1.0, 0.0  # scores of a pair, and of a labelled response
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
 
 
-class RecordOptions(NamedTuple):
-    """How records become examples; `trains_on` is one of
+class DataOptions(NamedTuple):
+    """All that the prompts of a run depend on, besides their sources and the tokenizer; `trains_on` is one of
 
     - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
     - "prompts": the same, but a prompt whose lists make no pair is kept
@@ -56,10 +59,26 @@ class RecordOptions(NamedTuple):
 
     trains_on: str = "pairs"
     with_margins: bool = False  # whether the loss reads the margins of pairs
+    new_tokens: int = 0  # for which an online run needs room behind a prompt
     list_pairs: str = "all"  # this and the following are keys of the config
     unpair: bool = False
     chat: str = "auto"
     bad_records: str = "refuse"
+    holdout: float | None = None
+    truncation: str = "auto"
+    max_length: int = sys.maxsize
+    max_prompt_length: int = sys.maxsize
+
+    @classmethod
+    def of(cls, plan: Plan) -> "DataOptions":
+        values = {
+            **plan.data._asdict(),
+            **plan.chat._asdict(),
+            "trains_on": "prompts" if plan.online else plan.loss.trains_on,
+            "with_margins": plan.loss.needs_margins,
+            "new_tokens": plan.online.max_new_tokens if plan.online else 0,
+        }
+        return cls(**{field: values[field] for field in cls._fields})
 
     def check_pairs(self, name: str) -> None:
         """Raise InputError if a dataset of pairs does not fit a loss of labels."""
@@ -78,12 +97,12 @@ def get_custom(
     name: str = "mine",
     **options: Any,
 ) -> Split:
-    """Read custom rows (`docs/formats.md`); the options are those of `RecordOptions`.
+    """Read custom rows (`docs/formats.md`); the options are those of `DataOptions`.
 
     `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Raises
     InputError for columns, and BadRecordsError unless bad records can be skipped.
     """
-    wanted = RecordOptions(**options)
+    wanted = DataOptions(**options)
     recognized = recognize(
         rows, columns, name=name, origin=origin, trains_on=wanted.trains_on, with_margins=wanted.with_margins
     )
@@ -167,7 +186,7 @@ class Reader:
     columns: Columns
     tokenizer: Any
     origin: str
-    options: RecordOptions
+    options: DataOptions
     has_texts: bool = False  # prompts are texts, which become chats if a template renders them
     is_rendered: bool = False  # a chat template renders all prompts
     is_apart: bool = False  # prompt and response are tokenized as the reference code does
@@ -207,28 +226,7 @@ class Reader:
         used = self.columns.find_fields(row)
         if not used:
             return None
-        responses, scores = [], []
-        if "messages" in used:  # a chat that ends with its response
-            messages = read_messages(get_field(row, used["messages"], list))
-            asked = messages[:-1]
-            responses.append(messages[-1:])
-        elif "responses" in used:
-            answers = _index_items(row, used["responses"])
-            scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
-            if "scores" in used:
-                given = _index_items(row, used["scores"])
-                scores = [_read_number(given, item) for item in given]
-            if len(answers) < 2 or len(scores) != len(answers):
-                raise InputError(
-                    f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
-                    f"score each: correct it"
-                )
-            asked, responses = _read_answers(row, used, answers, list(answers), notes)
-        else:
-            if "rejected" in used:  # a pair is a list of two
-                scores = [1.0, 0.0]
-            columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-            asked, responses = _read_answers(row, used, row, columns, notes)
+        asked, responses, scores = _read_scored(row, used, notes)
         if not asked:
             raise InputError(f"the prompt is empty: fill in {used.get('prompt', 'it')}")
         if isinstance(asked, str):
@@ -246,9 +244,8 @@ class Reader:
                 asked = f"{system}\n\n{asked}"
             elif asked[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
                 asked = [{"role": SYSTEM, "content": system}, *asked]
-        label = _read_label(row, used["label"]) if "label" in used else None
         best = scores.index(max(scores)) if scores else 0
-        if responses and label is not False and _is_empty(responses[best]):
+        if scores not in ([], [UNDESIRED]) and _is_empty(responses[best]):
             column = next(used[field] for field in used if field != "prompt")  # the response's, which follows
             raise InputError(f"the response to learn is empty: fill in {column}")
         if self.options.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
@@ -258,28 +255,23 @@ class Reader:
             )
         if self.options.trains_on == "targets":
             responses = responses[best : best + 1]
-        examples = self._list_examples(scores, label)
+        examples = self._list_examples(scores)
         numbers = {}
-        if "weight" in used:
-            numbers["weights"] = [_read_number(row, used["weight"], above_zero=True)] * len(examples)
-        if "margin" in used:
-            numbers["margins"] = [_read_number(row, used["margin"])] * len(examples)
+        for field in NUMBER_FIELDS:
+            if field in used:
+                number = _read_number(row, used[field], above_zero=field == "weight")
+                numbers[f"{field}s"] = [number] * len(examples)
         if isinstance(asked, str):
             return Prompt(asked, responses, examples, apart=self.is_apart, **numbers)
         tools = read_tools(row, used[TOOLS]) if TOOLS in used else []
         return Prompt("", responses, examples, messages=asked, tools=tools or None, apart=False, **numbers)
 
-    def _list_examples(self, scores: Sequence[float], label: bool | None) -> list[dict[str, int]]:
-        """List a row's examples, which map roles to indices of its responses.
-
-        `label` is None unless the row has one. A pair's `scores` are [1, 0].
-        """
+    def _list_examples(self, scores: Sequence[float]) -> list[dict[str, int]]:
+        """List a row's examples, which map roles to indices of its responses."""
         if self.options.trains_on == "targets":
             return [{"chosen": 0}]
         if self.options.trains_on == "labels":
-            if label is None:
-                return [{"chosen": 0}, {"rejected": 1}]
-            return [{"chosen" if label else "rejected": 0}]
+            return [{"rejected" if score == UNDESIRED else "chosen": i} for i, score in enumerate(scores)]
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         if self.options.trains_on == "lists":
             # the best is chosen, the worst is rejected, and the roles of a list have names for those between
@@ -321,6 +313,35 @@ def _is_empty(response: str | Messages) -> bool:
 
 
 # --- prompts and responses -------------------------------------------------------------------------------------------
+
+
+def _read_scored(row: Mapping, used: Mapping[str, str], notes: Notes) -> tuple[str | Messages, list, list[float]]:
+    """Read the prompt, the responses and the score of each.
+
+    A rejected response, or one with a label that says so, is undesired; chosen ones and completions are desired.
+    """
+    if "responses" in used:
+        answers = _index_items(row, used["responses"])
+        scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
+        if "scores" in used:
+            given = _index_items(row, used["scores"])
+            scores = [_read_number(given, item) for item in given]
+        if len(answers) < 2 or len(scores) != len(answers):
+            raise InputError(
+                f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
+                f"score each: correct it"
+            )
+        return *_read_answers(row, used, answers, list(answers), notes), scores
+    if "messages" in used:  # a chat that ends with its response
+        messages = read_messages(get_field(row, used["messages"], list))
+        asked, responses = messages[:-1], [messages[-1:]]
+    else:
+        columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
+        asked, responses = _read_answers(row, used, row, columns, notes)
+    scores = [DESIRED, UNDESIRED][: len(responses)]
+    if "label" in used and not _read_label(row, used["label"]):
+        scores = [UNDESIRED]
+    return asked, responses, scores
 
 
 def _read_answers(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dpo.data.columns import N_INSPECTED, recognize
-from dpo.data.custom import RecordOptions, get_custom
+from dpo.data.custom import DataOptions, get_custom
 from dpo.data.demo import get_demo
 from dpo.data.published import Entries, get_hh, get_se, get_shp
 from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
@@ -47,15 +47,15 @@ def load_splits(
     sources: Mapping,
     *,
     splits: Sequence[str] = SPLITS,
-    holdout: float | None = None,
     cache_dir: str | None = None,
     silent: bool = False,
     **options: Any,
 ) -> list[Split]:
-    """Load splits of a dataset; the options are those of `RecordOptions`.
+    """Load splits of a dataset; the options are those of `DataOptions`.
 
     A dataset without a test split is read once, and divided by `hold_out(holdout)`.
     """
+    data_options = DataOptions(**options)
     source = find_source(name, sources)
     place = source.label or name
     is_divided = has_splits(name, source)
@@ -64,7 +64,7 @@ def load_splits(
         split = wanted if is_divided else "train"
         origin = f"{place} ({split})" if is_divided else place
         if name in LOADERS:
-            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), RecordOptions(**options))
+            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), data_options)
         else:
             rows = read_rows(name, source, split, cache_dir)
             prompts = Split()
@@ -72,16 +72,16 @@ def load_splits(
                 prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
         if not prompts:
             raise InputError(f"dataset {name!r} ({place}) has no examples in its {split} split: add some")
-        if options.get("with_margins") and not any(prompt.margins for prompt in prompts.values()):
+        if data_options.with_margins and not any(prompt.margins for prompt in prompts.values()):
             raise InputError(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a column "
                 f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
             )
         if not is_divided:
-            return _divide(prompts, splits, holdout, f"{name} ({place})" if source.path else name)
+            return _divide(prompts, splits, data_options.holdout, f"{name} ({place})" if source.path else name)
         loaded.append(prompts)
-    if holdout:
-        loaded[0].notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
+    if data_options.holdout:
+        loaded[0].notes.append(f"holdout={data_options.holdout} has no effect on {name}, which has a test split")
     return loaded
 
 
@@ -92,7 +92,7 @@ def has_splits(name: str, source: Source) -> bool:
     return name in BUILT_IN or DATASETS[name]("test") is not None
 
 
-def _make_split(name: str, entries: Entries, options: RecordOptions) -> Split:
+def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
     """Make prompts of a built-in dataset's entries, with the examples that `get_custom` would make.
 
     Options other than `trains_on` and `unpair` are for custom data.
@@ -152,11 +152,6 @@ def read_rows(
     return made
 
 
-def find_trains_on(plan: Plan) -> str:
-    """Find what `RecordOptions.trains_on` is in a run."""
-    return "prompts" if plan.online else plan.loss.trains_on
-
-
 def check_columns(plan: Plan) -> None:
     """Raise InputError if local data lacks columns that the loss needs."""
     for name, value in plan.data.dataset_sources.items():
@@ -165,12 +160,11 @@ def check_columns(plan: Plan) -> None:
         source = Source.parse(name, value)
         if source.local is None:
             continue
-        options = {"name": name, "trains_on": find_trains_on(plan), "with_margins": plan.loss.needs_margins}
+        options = {"name": name, "origin": source.label, "trains_on": DataOptions.of(plan).trains_on}
         try:
-            first = read_rows(name, source, "train", limit=N_INSPECTED)
-            recognize(first, source.columns, origin=source.label, **options)
+            recognize(read_rows(name, source, "train", limit=N_INSPECTED), source.columns, **options)
         except InputError:  # a later row may have more columns
-            recognize(read_rows(name, source, "train"), source.columns, origin=source.label, **options)
+            recognize(read_rows(name, source, "train"), source.columns, **options)
 
 
 def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:

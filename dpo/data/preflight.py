@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from dpo.data.custom import DataOptions
 from dpo.data.examples import encode_examples, list_examples, read_examples
-from dpo.data.loading import find_trains_on, identify_dataset, load_splits
+from dpo.data.loading import identify_dataset, load_splits
 from dpo.data.prompt_forms import CHAT
 from dpo.data.report import TOKENIZED_AT_ONCE, SplitCounter, SplitReport
 from dpo.data.schema import BAD, SPLITS, BadRecordsError, Prompt, Split, explain_refusal, write_lines
@@ -33,12 +34,6 @@ from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
 N_SHOWN = 3  # examples in a dry run and in the report
-# Fields of the data and chat sections that cannot change a table. They say how its examples are batched, or are in the
-# digests of the datasets and the tokenizer.
-NOT_IN_A_TABLE = (
-    *("batch_size", "eval_batch_size", "gradient_accumulation_steps", "n_epochs", "n_examples", "n_eval_examples"),
-    *("num_workers", "layout", "dataset_sources", "chat_template", "chat_template_args", "chat_template_date"),
-)
 
 
 @dataclass
@@ -157,32 +152,26 @@ def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path, silent: bool = Tr
 
 def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = True) -> Facts:
     """Write both splits to a directory; return their counts, and the loaders' notes."""
-    data = plan.data
+    datasets = plan.data.datasets
+    options = DataOptions.of(plan)
     encode = TextEncoder(tokenizer)
-    trains_on = find_trains_on(plan)
-    limits = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-    train_counter = SplitCounter(encode, trains_on=trains_on, **limits)
-    test_counter = SplitCounter(encode, trains_on=trains_on, training=train_counter.digests, **limits)
+    limits = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
+    train_counter = SplitCounter(encode, trains_on=options.trains_on, **limits)
+    test_counter = SplitCounter(encode, trains_on=options.trains_on, training=train_counter.digests, **limits)
     counters = {"train": train_counter, "test": test_counter}
     notes = []
     test_splits = []
 
     def load_train_splits() -> Iterator[tuple[str, Split]]:
         """Load one dataset after another, and yield its train split; keep its test split, notes and problems."""
-        for name in data.datasets:
+        for name in datasets:
             loaded = load_splits(
                 name,
                 tokenizer,
-                data.dataset_sources,
+                plan.data.dataset_sources,
                 silent=silent,
                 cache_dir=plan.run.cache_dir,
-                holdout=data.holdout,
-                trains_on=trains_on,
-                with_margins=plan.loss.needs_margins,
-                unpair=data.unpair,
-                list_pairs=data.list_pairs,
-                chat=plan.chat.chat,
-                bad_records=data.bad_records,
+                **options._asdict(),
             )
             for split, counter in zip(loaded, counters.values(), strict=True):
                 notes.extend(split.notes)
@@ -192,12 +181,12 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
 
     # once the train table is written, all datasets are loaded, and `test_splits` is complete
     for split, splits in zip(SPLITS, (load_train_splits(), test_splits), strict=True):
-        prompts = number_prompts(splits, keep_all=trains_on == "prompts")
+        prompts = number_prompts(splits, keep_all=options.trains_on == "prompts")
         counter = counters[split]
-        if data.truncation == "drop":
-            prompts = _drop_long(prompts, counter, plan)
-        elif data.truncation != "auto":
-            prompts = (prompt._replace(truncation_mode=data.truncation) for prompt in prompts)
+        if options.truncation == "drop":
+            prompts = _drop_long(prompts, counter, options)
+        elif options.truncation != "auto":
+            prompts = (prompt._replace(truncation_mode=options.truncation) for prompt in prompts)
         path = directory / f"{split}.jsonl"
         report = counter.report
         report.digest = write_prompts(path, counter.count_texts(prompts))
@@ -205,23 +194,22 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
         if not (report.prompts if plan.online else report.examples):
             too_long = f"{report.too_long:,} are too long: raise max_length, or set truncation=auto"
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
-            raise InputError(f"the {split} split of {', '.join(data.datasets)} has nothing to train on: {why}")
+            raise InputError(f"the {split} split of {', '.join(datasets)} has nothing to train on: {why}")
     facts = {split: asdict(counter.report) for split, counter in counters.items()}
     warnings = [note.text for note in notes if isinstance(note, WarningLine)]
     plain = [note for note in notes if not isinstance(note, WarningLine)]
     return {**facts, "notes": plain, "warnings": warnings, "largest": encode.largest_id}
 
 
-def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, plan: Plan) -> Iterator[Prompt]:
+def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, options: DataOptions) -> Iterator[Prompt]:
     """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
     remaining = iter(prompts)
-    new_tokens = plan.online.max_new_tokens if plan.online else 0
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
         kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
         for (prompt, index), example in zip(examples, encoded, strict=True):
-            if len(example.prompt) + max([new_tokens, *map(len, example.responses)]) > plan.data.max_length:
+            if len(example.prompt) + max([options.new_tokens, *map(len, example.responses)]) > options.max_length:
                 counter.report.count("too_long", prompt, index)
             else:
                 kept[prompt.index_in_split].append(index)
@@ -242,16 +230,11 @@ def make_key(plan: Plan, tokenizer: Any) -> str | None:
     tokenizer_digest = identify_tokenizer(tokenizer)
     if None in states or tokenizer_digest is None:
         return None
-    settings = {**plan.data._asdict(), **plan.chat._asdict()}
-    for name in NOT_IN_A_TABLE:
-        del settings[name]
     made_from = [
-        settings,
+        plan.data.datasets,
+        DataOptions.of(plan),
         states,
         tokenizer_digest,
-        find_trains_on(plan),
-        plan.loss.needs_margins,
-        plan.online.max_new_tokens if plan.online else None,  # `_drop_long` leaves room for them
         hash_files(PACKAGE_DIR.rglob("*.py")),  # another version may read the same data otherwise
     ]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]

@@ -19,7 +19,8 @@ from support.runs import GOLDEN, TINY, append_text, flip_a_bit, read_json, write
 from support.trainers import compose
 
 from dpo.data import loading, preflight, published, report
-from dpo.data.preflight import NOT_IN_A_TABLE, make_key, prepare_data
+from dpo.data.custom import DataOptions
+from dpo.data.preflight import make_key, prepare_data
 from dpo.data.schema import Prompt
 from dpo.data.table import PromptTable, find_or_build, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
@@ -126,7 +127,7 @@ def test_a_tables_key_depends_on_every_field_that_is_not_excepted(field, tmp_pat
     other = plan_of_data(tmp_path, SOURCES, **{field: OTHER_VALUES[field]})
     assert (plan.data, plan.chat) != (other.data, other.chat)
     is_same = make_key(plan, tokenizer) == make_key(other, tokenizer)
-    assert is_same == (field in NOT_IN_A_TABLE)
+    assert is_same == (field not in ("datasets", *DataOptions._fields))
 
 
 def test_a_tables_key_depends_on_what_the_loss_trains_on_and_on_the_length_of_drawn_answers(tmp_path, tokenizer):
@@ -166,10 +167,10 @@ def test_a_table_is_built_of_nothing_that_its_key_lacks(online, source, tmp_path
     names = set()
     preflight.build_table(tmp_path, Reading(plan, names), tokenizer)
 
-    in_key = {"chat.chat", "loss.trains_on", "loss.needs_margins", "online.max_new_tokens"}
-    in_key |= {f"data.{field}" for field in {*DataPlan._fields} - {*NOT_IN_A_TABLE}}
+    # `DataOptions` has copied the values that it names out of whole sections
+    in_key = {"data._asdict", "chat._asdict", "loss.trains_on", "loss.needs_margins", "online.max_new_tokens"}
     # the key has a digest of each source, wherever it is
-    assert names - in_key == {"data.dataset_sources", "run.cache_dir"}
+    assert names - in_key == {"data.datasets", "data.dataset_sources", "run.cache_dir"}
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
