@@ -290,9 +290,9 @@ def adapter_weights(model: Any, name: str) -> Tensors:
 
 
 def base_weights(model: Any) -> Tensors:
-    """Return the base's state dict, with the names from before layers were adapted."""
+    """Return the base's parameters and buffers, with the names from before layers were adapted."""
     weights = {}
-    for key, tensor in model.state_dict().items():
+    for key, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" not in key:
             weights[key.replace(".base_layer.", ".")] = tensor
     return weights

@@ -131,7 +131,8 @@ def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable
     def load(dtype: str, archive: Path | None) -> Any:
         if not is_rank_0():
             return make_structure(plan, dtype)
-        return load_base(find_base(plan)._replace(archive=archive), DTYPES[dtype], device_map=device_map)
+        base = find_base(plan)._replace(archive=archive)
+        return load_base(base, DTYPES[dtype], device_map=device_map, stays_in_files=plan.trainer.multi_process)
 
     load_reference_base = None
     if plan.reference == "model":

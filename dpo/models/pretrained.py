@@ -17,7 +17,7 @@ from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath
-from dpo.models.published import is_text_part, name_in_class
+from dpo.models.published import is_text_part, map_weights, name_in_class, replace_by_stubs
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
@@ -126,11 +126,13 @@ def load_model(
     random_init: bool = False,
     seed: int = 0,
     device_map: str | dict | None = None,
+    stays_in_files: bool = False,
 ) -> Any:
     """Load a model in `dtype`, with dropout off.
 
     Weights are those of the archive, else with `random_init` drawn, else the model's own. A scalar head that they lack
-    is drawn; InputError if they lack others.
+    is drawn; InputError if they lack others. With `stays_in_files`, a parameter stays in its file, from which
+    `read_weight` reads it, unless transformers converts the names or shapes of the model's own files.
     """
     config = load_config(source)
     structure = None
@@ -145,6 +147,12 @@ def load_model(
                 torch.manual_seed(seed)
                 structure = _make(source, config, torch.float32, attn_implementation)
             state = structure.state_dict()
+        elif stays_in_files:
+            structure = load_structure(source, dtype=dtype)
+            state = map_weights(structure, source)
+        stored = {}
+        if stays_in_files and not (random_init and source.archive is None):
+            state, stored = replace_by_stubs(structure, state)
         if state:
             own_config = config.get_text_config() if is_text_part(config) else config
             # None: the weights are those of `state`, and no file of the model is read
@@ -162,8 +170,12 @@ def load_model(
             model.name_or_path = model.config.name_or_path = source.name
             if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
                 model.generation_config = load_generation_config(source)
-            for tensor in (*model.parameters(), *model.buffers()):  # may be mapped from a file, which may be replaced
-                tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+                if name in stored:
+                    tensor.stored = stored[name]
+            for tensor in (*model.parameters(), *model.buffers()):
+                if not hasattr(tensor, "stored"):  # it may be mapped from a file, which may be replaced
+                    tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         return _adjust(model, source, config)
 
 

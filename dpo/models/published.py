@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.models.logprobs import HEAD_WEIGHT
 
 Tensors = dict[str, Tensor]  # weights by their names
 LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has these with rope for each kind of layers
@@ -58,6 +59,33 @@ def drop_copies(model: Any, state: Tensors) -> Tensors:
         if tensor is not first and not torch.equal(tensor, first):
             kept[name] = tensor
     return kept
+
+
+def map_weights(structure: Any, source: Any) -> Tensors:
+    """Map the weights of a model on the meta device to tensors in its files; {} if transformers would convert any."""
+    expected = structure.state_dict()
+    if revert_weight_conversion(structure, expected).keys() != expected.keys():
+        return {}
+    stored = read_weights(source)
+    names = match_names(structure, expected, stored, structure.all_tied_weights_keys.keys())
+    return {own: stored[theirs] for own, theirs in names.items()}
+
+
+def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Replace parameters in a state dict by stubs that take no memory; return it, and the parameters.
+
+    Stubs have the dtypes of the model `structure`. A model is loaded from them as from the parameters.
+    """
+    expected = structure.state_dict(keep_vars=True)
+    stubs = drop_copies(structure, state)
+    parameters = {}
+    for name, tensor in stubs.items():
+        if isinstance(expected[name], torch.nn.Parameter) and name != HEAD_WEIGHT:
+            parameters[name] = tensor
+            # of tied weights that differ in the files, the stubs differ too, so that transformers does not tie them
+            value = float(name in structure.all_tied_weights_keys)
+            stubs[name] = torch.full((), value, dtype=expected[name].dtype).expand(tensor.shape)
+    return stubs, parameters
 
 
 def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:

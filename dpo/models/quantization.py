@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.logprobs import find_scalar_head
+from dpo.parallel.sharding import read_weight
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import choose_device, release_freed_memory, silence_bitsandbytes
 
@@ -99,7 +100,7 @@ def quantize(model: Any) -> Any:
 
 def _oriented_weight(layer: Any) -> Tensor:
     """Return a layer's weight as (out_features, in_features); GPT-2's `Conv1D` has the transposed one."""
-    weight = layer.weight.detach()
+    weight = read_weight(layer.weight)
     return weight.T if isinstance(layer, Conv1D) else weight
 
 

@@ -15,6 +15,7 @@ from dpo.models.adapters import POLICY, adapter_weights, base_weights
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.models.paths import find_archive
 from dpo.models.published import Tensors
+from dpo.parallel.sharding import read_weight
 
 # Transformers stored these buffers in 2023, and computes them today.
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -83,5 +84,5 @@ def hash_weights(weights: Tensors, facts: str = "") -> str:
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        digest.update(read_weight(tensor).cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:32]

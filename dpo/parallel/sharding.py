@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.tensor_parallel import cut_modules, find_plan, join_parts
-from dpo.system.host import count_gpus, is_gpu
+from dpo.system.host import count_gpus, is_gpu, release_freed_memory
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
@@ -86,6 +86,7 @@ def distribute(
         elif uses_fsdp and unit is not model:  # a block without FSDP casts its inputs too, for the same numbers
             unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
         distributed.update(modules.values())
+        release_freed_memory()  # the parts of this unit that other processes keep
     if isinstance(model, FSDPModule):
         model.gathered_bytes = n_gathered * compute_dtype.itemsize
         model.reshards_after_forward = reshard_after_forward
@@ -181,13 +182,24 @@ def _receive_tensors(
         named = (*module.named_parameters(prefix, **only_own), *module.named_buffers(prefix, **only_own))
         for name, tensor in named:
             if tensor not in replacements:
-                replacement = broadcast(tensor, specs[name], mesh)
+                replacement = broadcast(read_weight(tensor), specs[name], mesh)
                 if isinstance(tensor, nn.Parameter):
                     if not tensor.requires_grad:
                         replacement = replacement.to(frozen_dtype)  # None keeps the dtype
                     replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                 replacements[tensor] = replacement
             setattr(module, name.rpartition(".")[2], replacements[tensor])
+
+
+def read_weight(weight: Tensor) -> Tensor:
+    """Return the value of a model's parameter or buffer.
+
+    If it has an attribute `stored`, it is still in a file, and this tensor is mapped from it.
+    """
+    stored = getattr(weight, "stored", None)
+    if stored is None:
+        return weight.detach()
+    return stored.to(weight.dtype, copy=True)  # not the mapping, as the file may be replaced
 
 
 def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
