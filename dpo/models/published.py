@@ -62,13 +62,21 @@ def drop_copies(model: Any, state: Tensors) -> Tensors:
 
 
 def map_weights(structure: Any, source: Any) -> Tensors:
-    """Map the weights of a model on the meta device to tensors in its files; {} if transformers would convert any."""
-    expected = structure.state_dict()
-    if revert_weight_conversion(structure, expected).keys() != expected.keys():
-        return {}
+    """Map the weights of a model on the meta device to tensors in its files.
+
+    Returns {} if the files have other tensors, which transformers converts, or if the names are unclear.
+    """
     stored = read_weights(source)
-    names = match_names(structure, expected, stored, structure.all_tied_weights_keys.keys())
-    return {own: stored[theirs] for own, theirs in names.items()}
+    expected = structure.state_dict()
+    own_names = {id(tensor): name for name, tensor in expected.items()}
+    for convert in (dict, partial(revert_weight_conversion, structure)):
+        weights = convert(expected)
+        if not all(id(tensor) in own_names for tensor in weights.values()):
+            return {}
+        tied = {name for name, tensor in weights.items() if own_names[id(tensor)] in structure.all_tied_weights_keys}
+        if names := match_names(structure, weights, stored, tied):
+            return {own_names[id(weights[name])]: stored[theirs] for name, theirs in names.items()}
+    return {}
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:

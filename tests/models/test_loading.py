@@ -8,15 +8,19 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.models import build
+from safetensors.torch import load_file, save_file
+from support.models import FAMILIES, build, publish
 from support.pytests import refused
 from support.runs import TINY, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
 
+from dpo.checkpoint.files import write_state
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
 from dpo.models.loading import check_parts, find_start, load_policy, model_loaders, notes_on_base
 from dpo.models.paths import ModelPath, locate_weights
+from dpo.models.pretrained import load_model
+from dpo.models.weights import model_digest
+from dpo.parallel.sharding import list_ties
 from dpo.settings.plan import Plan, resolve
 
 ALIKE = ("lora.r=4", "lora.alpha=8", "lora.target_modules=[q_proj,v_proj]")
@@ -120,3 +124,31 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
     change_json(model / "config.json", quantization_config={"load_in_8bit": True})
     with refused("is quantized: use the model that it was made from"):
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["files", "archive"])
+def test_parameters_that_stay_in_their_files_are_read_as_a_whole_model_has_them(family, kind, tmp_path):
+    model = build(family, dtype=torch.bfloat16)
+    source = ModelPath(str(publish(tmp_path, model)))
+    if kind == "archive":
+        write_state(tmp_path / "run" / "policy.pt", {"state": model.state_dict()})
+        source = source._replace(archive=tmp_path / "run" / "policy.pt")
+    whole = load_model(source, dtype=torch.float32)
+    left = load_model(source, dtype=torch.float32, stays_in_files=True)
+    assert model_digest(left, "float32") == model_digest(whole, "float32")
+    assert list_ties(left) == list_ties(whole)
+    assert left.generation_config == whole.generation_config
+    assert {parameter.untyped_storage().nbytes() for parameter in left.parameters()} == {4}  # one number, in float32
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_tied_though_the_config_says_so(tmp_path):
+    model = build("llama, tied")
+    state = model.state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    source = ModelPath(str(publish(tmp_path, model)))
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    whole = load_model(source, dtype=torch.bfloat16)
+    left = load_model(source, dtype=torch.bfloat16, stays_in_files=True)
+    assert list_ties(left) == list_ties(whole) == {name: name for name in state}
+    assert model_digest(left, "bfloat16") == model_digest(whole, "bfloat16")
