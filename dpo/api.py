@@ -122,7 +122,7 @@ def _write_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_write_value, value))}]"
     if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before them
-        text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
+        text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", str(value))
         return "'" + text.replace("'", r"\'") + "'"
     return str(value)
 

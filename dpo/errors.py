@@ -128,9 +128,10 @@ def is_memory_error(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
-    # 27: EFBIG, 28: ENOSPC, 122: EDQUOT. The libraries that write tensors have errors of their own: Rust's "os error",
-    # and torch's "unexpected pos", often without the cause.
-    return bool(re.search(r"\[Errno (27|28|122)\]|\(os error (27|28)\)|unexpected pos", str(error)))
+    # The codes are 27 for the limit of a file's size (EFBIG), 28 for a full disk (ENOSPC) and 122 for a quota (EDQUOT).
+    # Python writes them as "[Errno 28]", and Rust, in which safetensors is written, as "(os error 28)". The message of
+    # torch.save has no code, but "unexpected pos".
+    return bool(re.search(r"(\[Errno |\(os error )(27|28|122)[\])]|unexpected pos", str(error)))
 
 
 @contextmanager

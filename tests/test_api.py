@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.pytests import refused
 from support.runs import ROOT, make_environment, read_code, read_metrics, small_run
@@ -114,5 +114,6 @@ VALUES = st.recursive(
 
 @settings(deadline=None, max_examples=50)
 @given(VALUES)
+@example("\\\n")
 def test_every_value_is_read_as_it_was_given(value):
     assert PARSER.parse_override(f"key={_write_value(value)}").value() == value
