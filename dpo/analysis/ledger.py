@@ -127,8 +127,8 @@ class PairHistory(NamedTuple):
     visits: int
     first_margin: float
     last_margin: float
-    # The mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and tenth
-    # of the run.
+    # The mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and the
+    # same tenth of the run.
     relative_margin: float
     texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
     scores: tuple[float, float] | None = None  # chosen's and rejected's, for drawn pairs

@@ -95,7 +95,8 @@ def has_splits(name: str, source: Source) -> bool:
 def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
     """Make prompts of a built-in dataset's entries, with the examples that `get_custom` would make.
 
-    Options other than `trains_on` and `unpair` are for custom data.
+    An example maps roles to indices of responses. Options other than `trains_on` and `unpair` are for custom data.
+    Raises InputError for a loss of labels without `unpair`, as all built-in datasets have pairs.
     """
     options.check_pairs(name)
     mode: TruncationMode = "keep_start" if name in CUT_AT_END else "keep_end"
@@ -105,7 +106,7 @@ def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
         examples = [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
         if options.trains_on == "targets":
             responses, examples = [entry["sft_target"]], [{"chosen": 0}]
-        elif options.trains_on == "labels":
+        elif options.trains_on == "labels":  # with `unpair`, each response of a pair becomes an example
             examples = [{role: index} for example in examples for role, index in example.items()]
         split[text] = Prompt(text, responses, examples, mode)
     return split

@@ -51,18 +51,22 @@ def hash_texts(*texts: str) -> str:
 
 
 def load_prompts(model: LoadedModel, options: Namespace) -> list[Prompt]:
-    """Draw at most `limit` prompts by the seed, and keep their order.
+    """Return a random sample of at most `options.limit` prompts, by `options.seed`, in their original order.
 
-    They come from the file `--prompts` (docs/formats.md), or else are those that the run held out.
+    They come from the file `--prompts` (docs/formats.md) or, without it, from the prompts that the model's run held
+    out.
     """
     file = options.prompts
     if file is not None:
         rows = load_rows(Source(file), "test")
+        # With chat="never" the template renders chats of messages, but prompts that are texts stay as written. With
+        # trains_on="prompts" a record may have a prompt alone; responses are read too, for `list_labelled`.
         data = get_custom(rows, file, model.tokenizer, name="prompts", trains_on="prompts", chat="never")
         prompts: Any = list(number_prompts([("prompts", data)], keep_all=True))
     elif model.path.run_dir is None:
         raise InputError(f"{model.path.name} is not a run, so it held out no prompts: pass --prompts FILE")
-    else:  # as in a dry run, which leaves no table behind, and without running a model's code
+    else:
+        # A dry run leaves no table behind. No code of a model's repository is run here, even if the command allows it.
         plan = model.path.plan.change("dry_run", True).change("model.trust_remote_code", False)
         with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or pass --prompts")):
             prompts = load_data(plan, silent=True).test

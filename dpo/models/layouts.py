@@ -299,17 +299,25 @@ def _find_difference(
     longest_row: int,
     tolerance: float,
 ) -> str | None:
-    """Describe how log-probabilities, or rewards, differ between layouts, in short and in the longest rows.
+    """Run the model on pairs in `layout` and in `Padded`, and return what is wrong with `layout`; None if nothing is.
 
-    None if they differ by no more than `tolerance`, relative to their size.
+    What is returned is a phrase that continues the model's name. As in the run, the longest pair has `longest` tokens
+    in its prompt and one response, and a packed row has up to `longest_row`. The summed log-probabilities of a response
+    may differ by `tolerance`, relative to their size; rewards by more.
     """
     window = max(window or 0 for window in layout.windows.values())
     n_longest = max(longest, 12)  # the lengths below must be positive
-    # In half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum.
-    n_second = min(n_longest - 3, 60)
-    cases = (  # numbers of tokens in (prompt, chosen, rejected) of each pair, and in a row
+    # The second pair has shorter responses, but not very short ones: in bfloat16 a sum over 3 tokens once differed by
+    # 0.049 of its value, probably by rounding. A measurement of other responses gave at most 0.0010 for 40 tokens, and
+    # 0.0006 for 100 (docs/LOG.md at commit b9dda52f).
+    n_short = min(n_longest - 3, 60)
+    # The numbers of tokens in (prompt, chosen, rejected) of two pairs, and in a packed row; None: `pack` chooses it.
+    cases = (
+        # Prompts are longer than any window, so a response does not attend to all of its prompt in a windowed layer.
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
-        ([(5, n_longest - 5, n_longest - 6), (2, n_second + 1, n_second)], max(longest_row, 2 * n_longest)),
+        # A pair and a row are as long as the run's longest, as a model may compute otherwise in long rows. The row has
+        # room for the prompt and both responses of the longest pair.
+        ([(5, n_longest - 5, n_longest - 6), (2, n_short + 1, n_short)], max(longest_row, 2 * n_longest)),
     )
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -328,13 +336,17 @@ def _find_difference(
                     pairs.append(Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected))))
                 padded = Padded().split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
+                # All logits of long rows might not fit into memory, so they are computed in chunks. A reward model
+                # computes none.
                 if row_length is None or layout.gives_rewards:
                     expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
                 else:
                     expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
                 error = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
                 scale = expected.abs()
-                if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
+                if layout.gives_rewards:
+                    # A reward may be near 0, so its error is relative to the largest one. It is not a sum, in which
+                    # rounding errors would cancel, so it may differ by 5 times as much.
                     scale = 5 * scale.max()
                 if not (error <= tolerance * scale).all():  # also if an error is NaN
                     return f"gives other numbers with shared prefixes, off by {(error / scale).max().item():.2g}"
@@ -348,7 +360,7 @@ def _find_difference(
 
 
 def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
-    """Sum log-probabilities by row, (rows,), in chunks, as all logits of long rows might not fit into memory."""
+    """Return summed log-probabilities by row, (rows,); the logits are computed in chunks, never all at once."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # each token that predicts a label
     hidden = hidden[row.to(hidden.device), column.to(hidden.device)]

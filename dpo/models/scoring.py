@@ -130,8 +130,8 @@ class RewardModel:
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
         limits = [length for length, _ in list_limits(model)]
-        limits += [tokenizer.model_max_length, NO_LIMIT]
-        limits.append(getattr(config, "max_position_embeddings", None) or 0)  # XLNet has -1
+        # XLNet has -1 positions, so only positive numbers are limits.
+        limits += [tokenizer.model_max_length, NO_LIMIT, getattr(config, "max_position_embeddings", None) or 0]
         self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
         # This asks if the tokenizer puts a separator between two texts, not only behind them.
@@ -262,19 +262,27 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
 def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
     """Load the scorer that `plan.online` names; InputError if that is impossible.
 
-    Every process loads a reward model, which scores `rows` answers at a time, from files that rank 0 has fetched. With
-    the meta device as `device` it has no weights, for a dry run.
+    Every process loads a reward model, which scores `rows` answers at a time, from files that rank 0 has fetched. A dry
+    run has torch's meta device as `device`: the model then has shapes without weights, and its scorer no digest.
     """
     online = plan.online
     if online.scorer == "reward_model":
         reward_model = after_rank_0("the reward model", lambda: load_reward_model(plan, device, rows))
         digest = reward_model.digest() if str(device) != "meta" else ""
-        check_alike({"online.reward_model": digest})  # each process scores its own answers
+        # Each process scores its own answers, by the files of its machine. If these differed, the scores of an update
+        # would be those of different models.
+        check_alike({"online.reward_model": digest})
         note = f"the reward model gets prompt and answer in the form {reward_model.form} (docs/online.md)"
         if reward_model.limit < plan.data.max_length:
             note += f"; of texts with more than {reward_model.limit:,} tokens it sees the end"
-        check = partial(reward_model.encode, answer=NO_ANSWER)
-        return Scorer(f"online.reward_model={online.reward_model}", reward_model, digest, True, [note], check)
+        return Scorer(
+            f"online.reward_model={online.reward_model}",
+            reward_model,
+            digest,
+            in_parallel=True,
+            notes=[note],
+            check=partial(reward_model.encode, answer=NO_ANSWER),
+        )
     if online.scorer == "function":
         file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
         # Rank 0 scores all answers: other ranks do not load the function.

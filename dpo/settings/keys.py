@@ -417,12 +417,18 @@ def compose_config(**chosen: str) -> dict:
 
 @cache  # the files do not change while a process runs
 def _compose(**chosen: str) -> dict:
-    def load(content: DictConfig, folder: Path) -> DictConfig:
+    def merge_defaults(content: DictConfig, folder: Path) -> DictConfig:
+        """Merge a file's content with the files that its `defaults` list names, in the list's order.
+
+        An entry that chooses an option of a group is noted in `chosen`, for `load_option`.
+        """
         names = []
         for entry in content.pop("defaults", []):
             if isinstance(entry, str):
                 names.append(entry.partition("@")[0])
-            else:  # the file that builds on another one is read first, so that its choice counts
+            else:
+                # An option that is already chosen stays: the caller has chosen it, or a file that builds on this one
+                # and was read before it.
                 for group, option in entry.items():
                     chosen.setdefault(group.removeprefix("override /"), option)
         if "_self_" not in names:
@@ -431,13 +437,13 @@ def _compose(**chosen: str) -> dict:
         return OmegaConf.merge(*parts)  # type: ignore[return-value]
 
     def load_file(file: Path) -> DictConfig:
-        return load(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
+        return merge_defaults(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
 
     def load_option(group: str) -> DictConfig | None:
         """Load the file of the group's chosen option, or else its `none.yaml`, if there is one."""
         folder = CONFIG_DIR / group
         if group == "loss" and chosen["loss"] in plugins.ADDED_LOSSES:
-            return load(describe_added_loss(chosen["loss"]), folder)
+            return merge_defaults(describe_added_loss(chosen["loss"]), folder)
         for name in (chosen.get(group), "none"):
             file = folder / f"{name}.yaml"
             if os.path.isfile(file) and "/" not in str(name):  # a recorded name may be a path

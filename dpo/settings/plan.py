@@ -160,7 +160,10 @@ def resolve(
 
 
 def flatten(config: DictConfig) -> dict:
-    """Map dotted keys to plain values; MISSING stays, and so does an interpolation that cannot be resolved."""
+    """Return the config as one flat dict, from dotted keys to plain values, with interpolations resolved.
+
+    MISSING and interpolations that cannot be resolved are kept as they are, for the checks to report.
+    """
     values = {}
     for key, value in dotted(OmegaConf.to_container(config)):  # type: ignore[arg-type]
         if "${" in str(value):
@@ -168,7 +171,9 @@ def flatten(config: DictConfig) -> dict:
                 value = OmegaConf.select(config, key)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
-        if value != {} or key in KEYS or key == "dataset_sources":  # an empty section is not a key
+        # An empty mapping is a section without keys, which is left out, unless it is itself the value of a key, such as
+        # `optimizer_args`. `dataset_sources` is such a key too, but not in KEYS, as `places.py` checks it.
+        if value != {} or key in KEYS or key == "dataset_sources":
             values[key] = value
     return values
 

@@ -404,7 +404,12 @@ class Objective:
 
     @torch.no_grad()
     def score_all(self, batches: Iterable[Batch]) -> NamedTensors:
-        """Return the columns of all examples of the batches (`score`), in float64 on the host of every process."""
+        """Return the columns of `score` for all examples of the batches, by name: one tensor each, (examples,).
+
+        They are gathered from all processes, which must all call this, and are in float64 on the host, in the order of
+        the examples. As a side effect, the reference's log-probabilities are stored in the batches' `cache_rows` of its
+        cache.
+        """
         microbatch_columns = []
         cache_rows = []
         n_examples = 0

@@ -278,8 +278,13 @@ class OnlineBatches(Batches):
         return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
-        """Draw and score an answer to each held-out prompt; `stream` is POLICY_STREAM or REFERENCE_STREAM."""
-        # Each prompt has two numbers: the policy's and the reference's.
+        """Draw and score an answer to each held-out prompt.
+
+        `stream`, POLICY_STREAM or REFERENCE_STREAM, says which model this is, as the two draw different random numbers.
+        """
+        # An answer's number seeds its sampling. Counted from FIRST_HELD_OUT, which is beyond all numbers of training,
+        # prompt i has number 2i for the policy and 2i + 1 for the reference. No seed here has the update, so all
+        # evaluations draw the same random numbers.
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
         answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
         release_gathered(model)
