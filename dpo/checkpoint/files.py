@@ -1,7 +1,7 @@
 """The files of a checkpoint, a directory `step-N` after N examples: written, verified, pruned.
 
 Each part of a run has a file `NAME.pt`, without pickled objects: `{"step_idx": N, "state": state_dict, "metrics": means
-or None}`. `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
+or None}`. In a sharded checkpoint, tensors of several processes are in files of these (`dpo.checkpoint.shards`). `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
 """
 
 import hashlib
@@ -13,10 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from dpo.checkpoint.shards import SHARDS, Parts, join_parts, write_parts
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
 
@@ -39,6 +41,12 @@ MANIFEST_FORM = {  # the types of facts that are read, and not only compared
 }
 
 
+class WrittenFile(NamedTuple):
+    """A file of a checkpoint that another process has written."""
+
+    facts: Mapping  # from `describe_file`
+
+
 class DamagedCheckpoint(InputError):
     """A checkpoint is not as it was written; the message says what differs."""
 
@@ -48,7 +56,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint so that `directory` is complete or not there; what it replaces is kept until the end.
 
-    `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes. `step_idx` is
+    `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes. Of a file that
+    `write_shard` has written, they have the name and its facts. `step_idx` is
     the number of examples trained on. Raises RunError if writing fails, or if this run did not write what is there.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
@@ -56,7 +65,7 @@ def write_checkpoint(
             f"checkpoint {directory} could not be written over what is there, which this run did not write: move it "
             f"away; earlier ones are intact"
         )
-    temporary = directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
+    temporary = _find_temporary(directory)
     former = directory.with_name(f".{directory.name}.{FORMER_ENDING}")
     try:
         with _explaining(directory):
@@ -65,6 +74,11 @@ def write_checkpoint(
         files = {}
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
             with _explaining(directory):
+                if isinstance(state, WrittenFile):
+                    files[name] = state.facts
+                    if not (temporary / name).exists():
+                        raise OSError(f"{name} of another machine is not here: local_dirs must be on a shared disk")
+                    continue
                 if isinstance(state, bytes):
                     path = temporary / name
                     path.write_bytes(state)
@@ -88,6 +102,20 @@ def write_checkpoint(
         shutil.rmtree(former, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
+
+
+def write_shard(directory: Path, name: str, parts: Parts) -> tuple[str, WrittenFile]:
+    """Write a process's parts of tensors to a file of the checkpoint that rank 0 is writing; raises RunError."""
+    path = _find_temporary(directory) / name
+    with _explaining(directory):
+        write_parts(path, parts)
+        sync(path)
+        return name, WrittenFile(describe_file(path))
+
+
+def _find_temporary(directory: Path) -> Path:
+    """Return the name that a checkpoint has while it is written."""
+    return directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
 
 
 @contextmanager
@@ -237,7 +265,7 @@ def read_state(path: Path) -> Any:
 def read_file(path: Path) -> Mapping:
     """Return the content of a part's file: `step_idx`, `state` and `metrics`. Raises DamagedCheckpoint.
 
-    Tensors are mapped from the file: copy those that you keep, as the file may be deleted.
+    Tensors are mapped from the file, or from shards: copy those that you keep, as the files may be deleted.
     """
     check_readable(path)
     try:
@@ -246,4 +274,9 @@ def read_file(path: Path) -> Mapping:
         raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
-    return content
+    if not any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(content["state"])):
+        return content
+    try:
+        return {**content, "state": join_parts(content["state"], path.stem, path.parent)}
+    except Exception as error:  # as above
+        raise DamagedCheckpoint(f"{path} needs the {SHARDS} of its checkpoint, and they are damaged: {error}") from error

@@ -5,13 +5,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from dpo import __version__
-from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint
+from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint, write_shard
+from dpo.checkpoint.shards import SHARD, Parts, take_parts
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import full_state, load_optimizer, optimizer_state
@@ -29,10 +30,15 @@ class Part:
 
     name: str
     source: Any  # what has the state; of a RandomPart, the mesh
+    is_always_whole: ClassVar[bool] = False  # also in sharded checkpoints
+
+    def find_state(self) -> Any:
+        """Return this process's state."""
+        return self.source.state_dict()
 
     def gather(self) -> Any:
         """Return the whole state on rank 0."""
-        return full_state(self.source.state_dict())
+        return full_state(self.find_state())
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
         """Return the contents of further files of the checkpoint, by name, made of what `gather` returned on rank 0."""
@@ -56,8 +62,8 @@ class OptimizerPart(Part):
 
     mesh: Mesh
 
-    def gather(self) -> Any:
-        return full_state(optimizer_state(self.source))
+    def find_state(self) -> Any:
+        return optimizer_state(self.source)
 
     def restore(self, state: Any) -> None:
         load_optimizer(self.source, state, self.mesh)
@@ -65,6 +71,8 @@ class OptimizerPart(Part):
 
 class RandomPart(Part):
     """The states of the random generators of all processes; not restored if their number has changed."""
+
+    is_always_whole = True
 
     def gather(self) -> dict:
         """Gather the states of all processes' generators, by rank."""
@@ -143,6 +151,7 @@ class Checkpoints:
     keep: int | None  # newest checkpoints to keep; None: all
     log: Callable  # prints a message
     n_evaluated: int = 0
+    sharded: bool = False  # every process writes its parts of the tensors
     best_at: int | None = None  # number of examples at BEST
     best: float = -math.inf  # quality of BEST; higher is better
 
@@ -171,12 +180,12 @@ class Checkpoints:
             self.best = quality
             self.best_at = step_idx
             links.append("BEST")
-        states = self._gather(parts)  # a generator: each part is gathered when taken from it
+        directory = elsewhere or self.run_dir / f"step-{step_idx}"
+        states = self._gather(parts, directory)  # a generator: each part is gathered when taken from it
         if self.mesh.rank != 0:
             for _ in states:  # gathering is collective, so the other ranks take part
                 pass
             return
-        directory = elsewhere or self.run_dir / f"step-{step_idx}"
         facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
         write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
         for link in links:
@@ -185,15 +194,26 @@ class Checkpoints:
             prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
-    def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
-        """Yield the parts' names and states, which are whole on rank 0 alone."""
+    def _gather(self, parts: Sequence[Part], directory: Path) -> Iterator[tuple]:
+        """Yield the parts' names and states, which are whole on rank 0 alone.
+
+        For a sharded checkpoint, whose `directory` rank 0 is making, each process writes its own parts of the tensors.
+        """
+        own: Parts = {}
         for part in parts:
             # Rank 0 may still write the previous part, for which a collective would not wait.
             meet_rank_0("a checkpoint's part")
+            if self.sharded and not part.is_always_whole:
+                yield part.name, take_parts(part.find_state(), part.name, own)
+                continue
             state = part.gather()
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
+        if self.sharded:
+            name = SHARD.format(self.mesh.rank + 1, self.mesh.world_size)
+            written = write_shard(directory, name, own) if own else None
+            yield from filter(None, self.mesh.gather_all(written))
 
     def finish(self) -> None:
         """Wait on every process until rank 0 has written everything."""

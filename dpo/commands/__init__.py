@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "write a policy as a model of transformers",
     "evaluate": "judge the answers of two models, or run lm-eval",
     "ledger": "the hardest pairs of a run, and likely wrong labels",
+    "consolidate": "make a full checkpoint of a sharded one",
     "verify": "compare checkpoints with their checksums",
     "doctor": "check this machine, and recommend settings for it",
     "demo": "train a small model in .cache/demo, in 3 minutes",
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "--version":
         print(f"dpo {__version__}")
         return 0
-    lines = [f"  {command:<10}{meaning}" for command, meaning in COMMANDS.items()]
+    lines = [f"  {command:<12}{meaning}" for command, meaning in COMMANDS.items()]
     usage = "\n".join(["usage: dpo COMMAND ..., dpo COMMAND --help, dpo --version", "", *lines])
     if name in ("-h", "--help"):
         print(usage)

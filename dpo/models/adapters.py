@@ -397,6 +397,8 @@ def policy_part(model: nn.Module) -> ModelPart:
 class AdapterPart(ModelPart):
     """A policy's adapter, also in PEFT's format."""
 
+    is_always_whole = True
+
     def gather(self) -> Tensors:
         release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
         return full_state({PREFIX + key: weight for key, weight in adapter_weights(self.source, POLICY).items()})

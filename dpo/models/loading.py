@@ -110,7 +110,7 @@ def check_parts(plan: Plan) -> None:
     check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
     if start.archive is not None:
-        read_archive(start.archive, structure)
+        read_archive(start.archive, structure, stays_in_files=True)
     _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})  # for its errors
 
 

@@ -140,7 +140,8 @@ def load_model(
     with explaining_load_errors("model", source.name):
         if source.archive is not None:
             structure = load_structure(source, dtype=dtype)
-            state = read_archive(source.archive, structure)  # checked before memory is taken for the model
+            # checked before memory is taken for the model
+            state = read_archive(source.archive, structure, stays_in_files=stays_in_files)
         elif random_init:
             # Weights are drawn on the CPU in float32, so models of the same seed are equal up to rounding in any dtype.
             with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
+from dpo.checkpoint.shards import SplitTensor
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import POLICY, adapter_weights, base_weights
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
@@ -22,10 +23,11 @@ OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|e
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
 
-def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
+def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files: bool = False) -> Tensors:
     """Read the weights in a `policy.pt`, by today's names; InputError if they do not fit `model`.
 
-    The weights of a language model, without a scalar head, fit a reward model, too.
+    The weights of a language model, without a scalar head, fit a reward model, too. With `stays_in_files`, tensors of a
+    sharded checkpoint are joined only when something is computed with them.
     """
     path = find_archive(archive)
     with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
@@ -55,7 +57,9 @@ def read_archive(archive: str | Path, model: torch.nn.Module) -> Tensors:
     problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in given]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
-    return named
+    if stays_in_files:
+        return named
+    return {name: tensor.join() if isinstance(tensor, SplitTensor) else tensor for name, tensor in named.items()}
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:

@@ -449,7 +449,9 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
         whole = whole_parameter(tensors[i])
         for key, value in values.items():
             if whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape:
-                values[key] = value.to("meta")
+                values[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            elif torch.is_tensor(value):
+                values[key] = value.clone()  # a `SplitTensor` becomes a plain one
     received = from_rank_0(None if state is None else {**state, "state": small_states})
     for i, values in received["state"].items():
         for key, value in values.items():

@@ -86,6 +86,7 @@ class RunPlan(NamedTuple):
     resume: Name | None
     save_every: Count | None
     keep_checkpoints: Annotated[int, ">= 2", CHANGEABLE] | None
+    checkpoint_format: Annotated[Literal["full", "sharded"], CHANGEABLE]
     export: Switch
     check_disk: Switch
     dry_run: Annotated[bool, PER_RUN]

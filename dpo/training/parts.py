@@ -64,7 +64,12 @@ class TrainerParts(RunState):
         self.evaluator = Evaluator(self.batches, sampler)
         run_dir = Path(plan.run.local_run_dir)
         self.checkpoints = Checkpoints(
-            run_dir, mesh, self.evaluator.interval.keep, self.progress.line, self.evaluator.n_examples
+            run_dir,
+            mesh,
+            self.evaluator.interval.keep,
+            self.progress.line,
+            self.evaluator.n_examples,
+            sharded=plan.run.checkpoint_format == "sharded",
         )
         context = RunContext(plan, run_dir, rank, data, self.progress.line, policy)
         self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)

@@ -1,0 +1,52 @@
+"""Make a full checkpoint of a sharded one (checkpoint_format=sharded), with a tensor at a time in memory.
+
+    dpo consolidate RUN_OR_CHECKPOINT OUT
+
+OUT gets policy.pt, optimizer.pt and scheduler.pt as the reference code writes them, and all that a run needs to resume
+from it. Models for transformers are made by dpo export, of either kind of checkpoint.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dpo.commands import command, make_parser
+from dpo.errors import InputError
+
+
+@command
+def main(arguments: list[str]) -> None:
+    from dpo.checkpoint.files import MANIFEST, check_complete, read_file, write_checkpoint
+
+    parser = make_parser("consolidate", __doc__)
+    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    options = parser.parse_args(arguments)
+    checkpoint = options.path.expanduser().resolve()
+    if not (checkpoint / MANIFEST).exists():
+        checkpoint = (checkpoint / "LATEST").resolve()
+    out = options.out.expanduser().absolute()
+    if out.exists():
+        raise InputError(f"{out} exists: choose another name")
+    manifest = check_complete(checkpoint)
+    facts = {key: value for key, value in manifest.items() if key not in ("examples", "files", "sha256")}
+    metrics = read_file(checkpoint / "scheduler.pt")["metrics"]
+    states = read_states(checkpoint, manifest["files"], out.parent)
+    write_checkpoint(out, states, step_idx=manifest["examples"], metrics=metrics, facts=facts)
+    print(f"wrote {out}; a run resumes from it if its name is step-N")
+
+
+def read_states(checkpoint: Path, files: Mapping, folder: Path) -> Iterator[tuple]:
+    """Yield the names and states of a checkpoint's files for `write_checkpoint`; `folder` is for temporary files."""
+    from dpo.checkpoint.files import read_state
+    from dpo.checkpoint.shards import SHARDS, join_in_files
+
+    for name in files:
+        path = checkpoint / name
+        if path.match(SHARDS):
+            continue
+        if path.suffix != ".pt":
+            yield name, path.read_bytes()
+            continue
+        with tempfile.TemporaryDirectory(prefix=".dpo-", dir=folder) as scratch:
+            yield path.stem, join_in_files(read_state(path), Path(scratch))
