@@ -220,7 +220,7 @@ class OnlineBatches(Batches):
         return Batch(
             in_order,
             weights,
-            self.split(in_order, self.plan.data.gradient_accumulation_steps),
+            self.make_microbatches(in_order, self.plan.data.gradient_accumulation_steps),
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
@@ -258,7 +258,7 @@ class OnlineBatches(Batches):
                 for encoded, answer in zip(self._encoded, answers, strict=True)
             ]
             batches = [
-                Batch(some, [1.0] * len(some), self.split(some, 1), cache_rows=())
+                Batch(some, [1.0] * len(some), self.make_microbatches(some, 1), cache_rows=())
                 for some in group(examples, self.plan.data.eval_batch_size)
             ]
             logps = self.objective.score_all(batches)

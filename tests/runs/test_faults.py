@@ -18,6 +18,7 @@ from support.faults import (
     fail_to_sample,
     kill_after_update,
     kill_at_step_of_saving,
+    kill_rank_at_step_of_saving,
     limit_file_size,
     start_interpreter,
     start_run,
@@ -84,6 +85,21 @@ def test_a_run_that_is_killed_at_any_step_of_a_save_continues(step, start, whole
     exported = {path.name for path in (run_dir / "LATEST" / "hf").iterdir()}
     assert exported == {path.name for path in (whole / "LATEST" / "hf").iterdir()}
     assert list(run_dir.glob("step-*/.*")) == []
+
+
+IN_SHARDS = (*SHARDED, "checkpoint_format=sharded")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", [slow(step) for step in range(1, 28, 3)])
+def test_a_rank_that_is_killed_at_a_step_of_a_sharded_save_costs_no_checkpoint(step, rank, command, finished, run_dir):
+    run = start_run(command("run", *IN_SHARDS), partial(kill_rank_at_step_of_saving, rank, step))
+    is_killed = run.wait() == 1
+    assert is_killed == ("was killed by SIGKILL" in run.text), run.text
+    for directory in find_checkpoints(run_dir):
+        check_complete(directory)
+    succeeded(train(*command("run", *IN_SHARDS, "resume=auto")))
+    assert find_differences(finished(*IN_SHARDS), run_dir) == []
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ BOTH = "trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2"
 HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2"
 ONE_SHARD = "trainer=FSDPTrainer world_size=1"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel tensor_parallel_size=2"
+BY_ALL = "checkpoint_format=sharded"
 IN_PARTS = "layout=padded gradient_accumulation_steps=4 eval_batch_size=4"
 FROZEN_WHOLE = "fsdp_frozen_weights=whole fsdp_reshard_after_forward=false fsdp_reduce_once=true"
 WAYS = {
@@ -158,6 +159,10 @@ WAYS = {
     "hybrid, resumed": Way(HYBRID, first=HYBRID),
     "in the package's threads, resumed": Way(PACKAGE, first=PACKAGE),
     "resumed sharded": Way(SHARDED, first=""),
+    "in sharded checkpoints, resumed": Way(f"{SHARDED} {BY_ALL}", first=f"{SHARDED} {BY_ALL}"),
+    "in sharded checkpoints, cut and sharded, resumed": Way(f"{BOTH} {BY_ALL}", first=f"{BOTH} {BY_ALL}"),
+    "in sharded checkpoints, resumed alone": Way(first=f"{BOTH} {BY_ALL}"),
+    "in sharded checkpoints, resumed cut": Way(CUT, first=f"{HYBRID} {BY_ALL}"),
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
@@ -180,7 +185,7 @@ WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in na
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
 WAYS_OF_DATA = (*FEW_WAYS, "resumed", "references first", "cut")
 # These ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state.
-COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed"))}
+COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed", "in sharded"))}
 IN_COMBINED_WAYS = (
     "dpo", "beta_dpo", "kto", "mixed datasets", "sampling", "lora", "lora with dropout, aot",
     "online a following reference",

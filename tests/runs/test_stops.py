@@ -19,7 +19,7 @@ STEPS = {
     "directory": "dpo.checkpoint.resume:lock_run_dir",
     "tokenizer": "transformers:AutoTokenizer.from_pretrained",
     "dataset": "dpo.data.preflight:prepare_data",
-    "model": "transformers:AutoModelForCausalLM.from_pretrained",
+    "model": "transformers:PreTrainedModel.from_pretrained",
     "optimizer": "torch.optim:Optimizer.__init__",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }

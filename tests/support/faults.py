@@ -16,6 +16,8 @@ from typing import Any
 from support.runs import ROOT, make_environment
 from support.warm import Python
 
+from dpo.system import launching
+
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # of a run that was asked to stop
 
@@ -68,6 +70,18 @@ def kill_at_step_of_saving(number: int) -> None:
 
     for name in ("fsync", "rename", "replace", "symlink"):
         setattr(os, name, dying(getattr(os, name)))
+
+
+def kill_rank_at_step_of_saving(rank: int, number: int) -> None:
+    """SIGKILL the worker of a rank at a step of saving."""
+    run_worker = launching._run_worker
+
+    def run_and_die(rank_env: launching.RankEnv, *arguments: Any) -> None:
+        if rank_env.rank == rank:
+            kill_at_step_of_saving(number)
+        run_worker(rank_env, *arguments)
+
+    launching._run_worker = run_and_die
 
 
 def _name(argument: Any) -> Any:
