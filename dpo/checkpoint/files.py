@@ -1,7 +1,8 @@
 """The files of a checkpoint, a directory `step-N` after N examples: written, verified, pruned.
 
 Each part of a run has a file `NAME.pt`, without pickled objects: `{"step_idx": N, "state": state_dict, "metrics": means
-or None}`. In a sharded checkpoint, tensors of several processes are in files of these (`dpo.checkpoint.shards`). `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
+or None}`. In a sharded checkpoint, the tensors of several processes are in files of these (`dpo.checkpoint.shards`).
+`manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
 """
 
 import hashlib
@@ -16,10 +17,10 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from dpo.checkpoint.shards import SHARDS, Parts, join_parts, write_parts
+from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
 from dpo.errors import InputError, RunError, one_sentence
+from dpo.parallel.sharding import Parts
 from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
@@ -274,9 +275,7 @@ def read_file(path: Path) -> Mapping:
         raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
-    if not any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(content["state"])):
-        return content
     try:
-        return {**content, "state": join_parts(content["state"], path.stem, path.parent)}
+        return {**content, "state": read_parts(content["state"], path.stem, path.parent)}
     except Exception as error:  # as above
-        raise DamagedCheckpoint(f"{path} needs the {SHARDS} of its checkpoint, and they are damaged: {error}") from error
+        raise DamagedCheckpoint(f"{path} needs the {SHARDS} of its checkpoint, which are damaged: {error}") from error

@@ -12,10 +12,10 @@ import torch
 
 from dpo import __version__
 from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint, write_shard
-from dpo.checkpoint.shards import SHARD, Parts, take_parts
+from dpo.checkpoint.shards import SHARD
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.sharding import full_state, load_optimizer, optimizer_state
+from dpo.parallel.sharding import Parts, full_state, load_optimizer, optimizer_state, take_parts
 from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import meet_rank_0
 

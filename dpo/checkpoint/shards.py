@@ -1,13 +1,13 @@
 """Tensors in sharded checkpoints: every process writes its parts of them, and whoever reads joins them.
 
-A process writes one file, in the safetensors format of torch.distributed.checkpoint's HuggingFaceStorageWriter. A file
+A process writes one file, in the format of torch.distributed.checkpoint's HuggingFaceStorageWriter. A file
 `NAME.pt` has a tensor on the meta device in place of each tensor whose parts are in these files, under the name NAME
 and the tensor's path in the state, separated by dots.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from dpo.parallel.sharding import Parts
 
 SHARD = "shard-{:05}-of-{:05}.safetensors"  # by the number of the process, from 1, and that of all processes
 SHARDS = "shard-*.safetensors"
 # The metadata of a file, as torch.distributed.checkpoint writes and reads it: where each part begins in its tensor.
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-
-Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by name: where the part begins in each dim, and the part
-
-
-def take_parts(state: Any, name: str, parts: Parts) -> Any:
-    """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
-
-    Of the processes that have the same part, the first one takes it. Other tensors are copied to the CPU.
-    """
-    if isinstance(state, DTensor):
-        position = state.device_mesh.get_coordinate() or ()
-        is_first = all(index == 0 for index, axis in zip(position, state.placements, strict=True) if axis.is_replicate())
-        local = state.to_local().detach()
-        if is_first and local.numel():  # the last processes may have no rows
-            [chunk] = state.__create_chunk_list__()
-            parts[name] = (tuple(chunk.offsets), local.cpu())
-        return torch.empty(state.shape, dtype=state.dtype, device="meta")
-    if isinstance(state, Mapping):
-        return {key: take_parts(value, f"{name}.{key}", parts) for key, value in state.items()}
-    return state.detach().cpu() if isinstance(state, Tensor) else state
+WITHOUT_VALUES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.numel)  # what a `SplitTensor` does without joining
 
 
 def write_parts(path: Path, parts: Parts) -> None:
@@ -52,38 +32,48 @@ def write_parts(path: Path, parts: Parts) -> None:
     save_file(tensors, path, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS_KEY: json.dumps(offsets)})
 
 
-def join_parts(state: Any, name: str, directory: Path) -> Any:
+def read_parts(state: Any, name: str, directory: Path) -> Any:
     """Replace the tensors on the meta device in a state by those whose parts are in the shards of a directory.
 
-    Raises ValueError if parts are missing.
+    `name` is that of the state's file. Raises ValueError if parts are missing, and safetensors' errors for damage.
     """
-    found: dict[str, list] = defaultdict(list)
+    found: dict[str, list] = {}
+    _replace_meta(state, name, lambda key, tensor: found.setdefault(key, []))
+    if not found:
+        return state
     for path in sorted(directory.glob(SHARDS)):
         with safe_open(path, "pt") as file:
             offsets = json.loads(file.metadata()[OFFSETS_KEY])
-            for key in file.keys():  # noqa: SIM118 (the file is no mapping)
-                if key.startswith(f"{name}."):
-                    found[key].append((tuple(offsets[key][OFFSETS]), file.get_tensor(key)))  # mapped from the file
+            for key in offsets.keys() & found.keys():
+                found[key].append((tuple(offsets[key][OFFSETS]), file.get_tensor(key)))  # mapped from the file
+    return _replace_meta(state, name, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, found[key]))
 
-    def join(value: Any, key: str) -> Any:
-        if isinstance(value, Mapping):
-            return {inner: join(item, f"{key}.{inner}") for inner, item in value.items()}
-        if not (isinstance(value, Tensor) and value.is_meta):
-            return value
-        return SplitTensor(value.shape, value.dtype, found[key])
 
-    return join(state, name)
+def _replace_meta(value: Any, name: str, make: Callable[[str, Tensor], Any]) -> Any:
+    """Copy nested mappings, with `make(name, tensor)` in place of each tensor on the meta device."""
+    if isinstance(value, Mapping):
+        return {key: _replace_meta(item, f"{name}.{key}", make) for key, item in value.items()}
+    return make(name, value) if isinstance(value, Tensor) and value.is_meta else value
 
 
 def join_in_files(state: Any, folder: Path) -> Any:
     """Replace the `SplitTensor`s of a state by whole tensors that are mapped from new files in `folder`."""
 
-    def join(value: SplitTensor) -> Tensor:
+    def join(tensor: Tensor) -> Tensor:
         number = len(list(folder.iterdir()))
-        whole = torch.from_file(str(folder / f"{number}"), shared=True, size=value.numel(), dtype=value.dtype)
-        return whole.view(value.shape).copy_(value)
+        whole = torch.from_file(str(folder / f"{number}"), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return whole.view(tensor.shape).copy_(tensor)
 
-    return tree_map_only(SplitTensor, join, state)
+    return _change(state, join)
+
+
+def _change(value: Any, change: Callable[[Any], Tensor]) -> Any:
+    """Apply `change` to the `SplitTensor`s in nested mappings, lists and tuples."""
+    if isinstance(value, SplitTensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _change(item, change) for key, item in value.items()}
+    return type(value)(_change(item, change) for item in value) if type(value) in (list, tuple) else value
 
 
 class SplitTensor(Tensor):
@@ -92,19 +82,17 @@ class SplitTensor(Tensor):
     So it takes no memory until then. Raises ValueError if the parts are not those of one tensor.
     """
 
-    parts: list[tuple[tuple[int, ...], Tensor]]
+    parts: list[tuple[tuple[int, ...], Tensor]]  # where each begins in each dim, and the part
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, parts: list) -> "SplitTensor":
-        n_elements = 0
         for begin, part in parts:
             ends = [start + length for start, length in zip(begin, part.shape, strict=True)]
-            if part.dtype != dtype or len(ends) != len(shape) or any(map(int.__gt__, ends, shape)) or min(begin) < 0:
-                raise ValueError("it has a part of another tensor")
-            n_elements += part.numel()
-        if n_elements != shape.numel():
-            raise ValueError("it lacks parts of a tensor")
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+            if part.dtype != dtype or len(ends) != len(shape) or any(map(operator.gt, ends, shape)) or min(begin, default=0) < 0:
+                raise ValueError("they have a part of another tensor")
+        if sum(part.numel() for _, part in parts) != shape.numel():
+            raise ValueError("they lack parts of a tensor")
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         tensor.parts = parts
         return tensor
 
@@ -115,6 +103,7 @@ class SplitTensor(Tensor):
         return whole
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, cls.join, (args, kwargs or {}))
-        return function(*args, **kwargs)
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function in WITHOUT_VALUES:
+            return super().__torch_function__(function, types, args, kwargs)
+        return function(*_change(args, cls.join), **_change(kwargs or {}, cls.join))

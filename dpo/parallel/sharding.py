@@ -25,6 +25,7 @@ from dpo.system.host import count_gpus, is_gpu, release_freed_memory
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
+Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by a tensor's name: where a part begins in each dim, and the part
 SAMPLED_WEIGHTS = 10**6  # about how many weights of a process `step_and_count_changes` compares at most
 
 
@@ -345,6 +346,27 @@ def full_state(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: full_state(value) for key, value in state.items()}
     return state
+
+
+def take_parts(state: Any, name: str, parts: Parts) -> Any:
+    """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
+
+    Of the processes that have the same part, the first one takes it. Other tensors are copied to the CPU. The names are
+    `name` and the path in the state, separated by dots.
+    """
+    if isinstance(state, DTensor):
+        position = state.device_mesh.get_coordinate() or ()
+        is_first = all(
+            index == 0 for index, axis in zip(position, state.placements, strict=True) if axis.is_replicate()
+        )
+        local = state.to_local().detach()
+        if is_first and local.numel():  # the last processes may have no rows
+            [chunk] = state.__create_chunk_list__()  # by which torch.distributed.checkpoint knows the parts of a tensor
+            parts[name] = (tuple(chunk.offsets), local.cpu())
+        return torch.empty(state.shape, dtype=state.dtype, device="meta")
+    if isinstance(state, Mapping):
+        return {key: take_parts(value, f"{name}.{key}", parts) for key, value in state.items()}
+    return state.detach().cpu() if isinstance(state, Tensor) else state
 
 
 @torch.no_grad()

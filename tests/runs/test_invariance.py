@@ -185,7 +185,9 @@ WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in na
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
 WAYS_OF_DATA = (*FEW_WAYS, "resumed", "references first", "cut")
 # These ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state.
-COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed", "in sharded"))}
+COMBINED_WAYS = {
+    name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed", "in sharded"))
+}
 IN_COMBINED_WAYS = (
     "dpo", "beta_dpo", "kto", "mixed datasets", "sampling", "lora", "lora with dropout, aot",
     "online a following reference",

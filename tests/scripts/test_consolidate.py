@@ -45,5 +45,5 @@ def test_torchs_own_reader_reads_the_shards(sharded):
 
 def test_a_policy_without_its_shards_is_refused(sharded, tmp_path):
     shutil.copy(sharded / "LATEST" / "policy.pt", tmp_path)
-    with refused("policy.pt needs the shard-.* of its checkpoint, and they are damaged: it lacks parts of a tensor"):
+    with refused("policy.pt needs the shard-.* of its checkpoint, which are damaged: they lack parts of a tensor"):
         read_state(tmp_path / "policy.pt")

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from dpo.system import launching
 from support.runs import ROOT, make_environment
 from support.warm import Python
-
-from dpo.system import launching
 
 SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # of a run that was asked to stop
