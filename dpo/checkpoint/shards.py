@@ -88,7 +88,12 @@ class SplitTensor(Tensor):
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, parts: list) -> "SplitTensor":
         for begin, part in parts:
             ends = [start + length for start, length in zip(begin, part.shape, strict=True)]
-            if part.dtype != dtype or len(ends) != len(shape) or any(map(operator.gt, ends, shape)) or min(begin, default=0) < 0:
+            if (
+                part.dtype != dtype
+                or len(ends) != len(shape)
+                or any(map(operator.gt, ends, shape))
+                or min(begin, default=0) < 0
+            ):
                 raise ValueError("they have a part of another tensor")
         if sum(part.numel() for _, part in parts) != shape.numel():
             raise ValueError("they lack parts of a tensor")
