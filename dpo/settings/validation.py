@@ -218,7 +218,8 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
         ]
     else:
         needs = [
-            ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype", several, "several processes"),
+            ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype checkpoint_format", several,
+             "several processes"),
             ("loss.f_alpha", loss.shared.get("f_divergence") == "alpha", "loss.f_divergence=alpha"),
             ("list_pairs", loss.trains_on == "pairs", "a loss of pairs, such as loss=dpo"),
             ("cache_reference_logps lora.reference", loss.reference, "a loss with a reference, such as loss=dpo"),
