@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
 from dpo.errors import InputError, RunError, one_sentence
@@ -77,8 +78,6 @@ def write_checkpoint(
             with _explaining(directory):
                 if isinstance(state, WrittenFile):
                     files[name] = state.facts
-                    if not (temporary / name).exists():
-                        raise OSError(f"{name} of another machine is not here: local_dirs must be on a shared disk")
                     continue
                 if isinstance(state, bytes):
                     path = temporary / name
@@ -109,6 +108,8 @@ def write_shard(directory: Path, name: str, parts: Parts) -> tuple[str, WrittenF
     """Write a process's parts of tensors to a file of the checkpoint that rank 0 is writing; raises RunError."""
     path = _find_temporary(directory) / name
     with _explaining(directory):
+        if not path.parent.exists():
+            raise OSError("rank 0 writes it on another disk, and checkpoint_format=sharded needs one that all share")
         write_parts(path, parts)
         sync(path)
         return name, WrittenFile(describe_file(path))
@@ -124,7 +125,7 @@ def _explaining(directory: Path) -> Iterator:
     """Raise RunError for errors of writing the checkpoint; its message says whether there are earlier ones."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         then = "there is no earlier one"
         if find_checkpoints(directory.parent):
             then = "earlier ones are intact, and resume=auto continues"
@@ -276,6 +277,6 @@ def read_file(path: Path) -> Mapping:
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
     try:
-        return {**content, "state": read_parts(content["state"], path.stem, path.parent)}
+        return {**content, "state": read_parts(content["state"], path)}
     except Exception as error:  # as above
         raise DamagedCheckpoint(f"{path} needs the {SHARDS} of its checkpoint, which are damaged: {error}") from error

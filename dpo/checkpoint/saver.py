@@ -17,7 +17,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import Parts, full_state, load_optimizer, optimizer_state, take_parts
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import meet_rank_0
+from dpo.system.waiting import meet_rank_0, wait_for_all
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
@@ -199,21 +199,26 @@ class Checkpoints:
 
         For a sharded checkpoint, whose `directory` rank 0 is making, each process writes its own parts of the tensors.
         """
-        own: Parts = {}
         for part in parts:
             # Rank 0 may still write the previous part, for which a collective would not wait.
             meet_rank_0("a checkpoint's part")
             if self.sharded and not part.is_always_whole:
-                yield part.name, take_parts(part.find_state(), part.name, own)
+                own: Parts = {}
+                yield part.name, take_parts(part.find_state(), part.name, own, self.mesh)
+                yield from self._write_shards(directory, part.name, own)
                 continue
             state = part.gather()
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
-        if self.sharded:
-            name = SHARD.format(self.mesh.rank + 1, self.mesh.world_size)
-            written = write_shard(directory, name, own) if own else None
-            yield from filter(None, self.mesh.gather_all(written))
+
+    def _write_shards(self, directory: Path, name: str, own: Parts) -> Iterator[tuple]:
+        """Write this process's parts of a state, and yield the names and facts of the files of all processes."""
+        written = None
+        if own:
+            written = write_shard(directory, SHARD.format(name, self.mesh.rank + 1, self.mesh.world_size), own)
+        wait_for_all("a checkpoint's shards")  # by polling, as writing may take longer than a collective may
+        yield from filter(None, self.mesh.gather_all(written))
 
     def finish(self) -> None:
         """Wait on every process until rank 0 has written everything."""

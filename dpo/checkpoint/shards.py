@@ -1,12 +1,13 @@
 """Tensors in sharded checkpoints: every process writes its parts of them, and whoever reads joins them.
 
-A process writes one file, in the format of torch.distributed.checkpoint's HuggingFaceStorageWriter. A file
-`NAME.pt` has a tensor on the meta device in place of each tensor whose parts are in these files, under the name NAME
-and the tensor's path in the state, separated by dots.
+A process writes its parts of a state to one file, in the format of torch.distributed.checkpoint's
+HuggingFaceStorageWriter. The state's `NAME.pt` has a tensor on the meta device in place of each tensor whose parts are
+in these files; there they are called NAME and the tensor's path in the state, separated by dots.
 """
 
 import json
 import operator
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ from torch import Tensor
 
 from dpo.parallel.sharding import Parts
 
-SHARD = "shard-{:05}-of-{:05}.safetensors"  # by the number of the process, from 1, and that of all processes
+SHARD = "shard-{}-{:05}-of-{:05}.safetensors"  # the state's name, the process's number from 1, and how many there are
 SHARDS = "shard-*.safetensors"
 # The metadata of a file, as torch.distributed.checkpoint writes and reads it: where each part begins in its tensor.
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 WITHOUT_VALUES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.numel)  # what a `SplitTensor` does without joining
+
+
+def list_shards(file: Path) -> list[Path]:
+    """List the files with the parts of the tensors of a file `NAME.pt`; [] if it has them itself."""
+    return sorted(file.parent.glob(SHARDS.replace("*", f"{file.stem}-*")))
 
 
 def write_parts(path: Path, parts: Parts) -> None:
@@ -32,21 +38,21 @@ def write_parts(path: Path, parts: Parts) -> None:
     save_file(tensors, path, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS_KEY: json.dumps(offsets)})
 
 
-def read_parts(state: Any, name: str, directory: Path) -> Any:
-    """Replace the tensors on the meta device in a state by those whose parts are in the shards of a directory.
+def read_parts(state: Any, file: Path) -> Any:
+    """Replace the tensors on the meta device in the state of `NAME.pt` by those whose parts are in its shards.
 
-    `name` is that of the state's file. Raises ValueError if parts are missing, and safetensors' errors for damage.
+    Raises ValueError if parts are missing, and safetensors' errors for damage.
     """
     found: dict[str, list] = {}
-    _replace_meta(state, name, lambda key, tensor: found.setdefault(key, []))
+    _replace_meta(state, file.stem, lambda key, tensor: found.setdefault(key, []))
     if not found:
         return state
-    for path in sorted(directory.glob(SHARDS)):
-        with safe_open(path, "pt") as file:
-            offsets = json.loads(file.metadata()[OFFSETS_KEY])
+    for path in list_shards(file):
+        with safe_open(path, "pt") as shard:
+            offsets = json.loads(shard.metadata()[OFFSETS_KEY])
             for key in offsets.keys() & found.keys():
-                found[key].append((tuple(offsets[key][OFFSETS]), file.get_tensor(key)))  # mapped from the file
-    return _replace_meta(state, name, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, found[key]))
+                found[key].append((tuple(offsets[key][OFFSETS]), shard.get_tensor(key)))  # mapped from the file
+    return _replace_meta(state, file.stem, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, found[key]))
 
 
 def _replace_meta(value: Any, name: str, make: Callable[[str, Tensor], Any]) -> Any:
@@ -60,8 +66,10 @@ def join_in_files(state: Any, folder: Path) -> Any:
     """Replace the `SplitTensor`s of a state by whole tensors that are mapped from new files in `folder`."""
 
     def join(tensor: Tensor) -> Tensor:
-        number = len(list(folder.iterdir()))
-        whole = torch.from_file(str(folder / f"{number}"), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        file = folder / str(len(list(folder.iterdir())))
+        with file.open("wb") as opened:  # else a full disk would kill the process when the mapping is written
+            os.posix_fallocate(opened.fileno(), 0, max(1, tensor.numel() * tensor.dtype.itemsize))
+        whole = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return whole.view(tensor.shape).copy_(tensor)
 
     return _change(state, join)

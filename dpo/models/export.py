@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
+from dpo.checkpoint.shards import list_shards
 from dpo.data.prompt_forms import CHAT, HH, PROMPT_FORMS, RAW
 from dpo.data.templates import apply_template
 from dpo.data.tokenization import list_ends
@@ -141,7 +142,8 @@ def export(
             files.add(source.archive)
         for file in files - {None}:
             if (file.parent / MANIFEST).exists():  # the reference implementation writes none
-                check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
+                shards = (path.name for path in list_shards(file))
+                check_complete(file.parent, only={file.name, CONFIG, WEIGHTS, *shards})
     problem = f"{out} could not be written, and nothing was left there"
     with explaining((OSError, SafetensorError), lambda why: RunError(f"{problem}: {why}")), replacing(out) as folder:
         folder.mkdir(parents=True)

@@ -348,25 +348,53 @@ def full_state(state: Any) -> Any:
     return state
 
 
-def take_parts(state: Any, name: str, parts: Parts) -> Any:
+def take_parts(state: Any, name: str, parts: Parts, mesh: Mesh) -> Any:
     """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
 
-    Of the processes that have the same part, the first one takes it. Other tensors are copied to the CPU. The names are
-    `name` and the path in the state, separated by dots.
+    Of the processes that have the same part, the first one takes it. Rank 0 gets copies of other tensors, other ranks
+    None. The names of parts are `name` and the path in the state, separated by dots.
     """
     if isinstance(state, DTensor):
-        position = state.device_mesh.get_coordinate() or ()
-        is_first = all(
-            index == 0 for index, axis in zip(position, state.placements, strict=True) if axis.is_replicate()
-        )
         local = state.to_local().detach()
-        if is_first and local.numel():  # the last processes may have no rows
-            [chunk] = state.__create_chunk_list__()  # by which torch.distributed.checkpoint knows the parts of a tensor
-            parts[name] = (tuple(chunk.offsets), local.cpu())
+        if _is_first_owner(state, mesh) and local.numel():  # the last processes may have no rows
+            # The copy is needed, as tied weights share memory, which safetensors refuses.
+            parts[name] = (_find_begin(state), local.to("cpu", copy=True))
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, Mapping):
-        return {key: take_parts(value, f"{name}.{key}", parts) for key, value in state.items()}
-    return state.detach().cpu() if isinstance(state, Tensor) else state
+        return {key: take_parts(value, f"{name}.{key}", parts, mesh) for key, value in state.items()}
+    if isinstance(state, Tensor):
+        return state.detach().cpu() if is_rank_0() else None
+    return state
+
+
+def _is_first_owner(tensor: DTensor, mesh: Mesh) -> bool:
+    """Return whether this process comes first among those that have the same part of a tensor."""
+    axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    for axis in mesh.device_mesh.mesh_dim_names or ():
+        is_copied = axis not in axes or axes[axis].is_replicate()  # along an axis that the tensor's own mesh lacks, too
+        if is_copied and mesh.device_mesh.get_local_rank(axis) > 0:
+            return False
+    return True
+
+
+def _find_begin(tensor: DTensor) -> tuple[int, ...]:
+    """Return where this process's part of a tensor begins in each dim."""
+    begin = [0] * tensor.ndim
+    shape = list(tensor.shape)
+    position = tensor.device_mesh.get_coordinate() or ()
+    # The last axis, that of tensor parallelism, cuts first; torch's own function would take the first axis first.
+    for index, size, placement in reversed(
+        list(zip(position, tensor.device_mesh.shape, tensor.placements, strict=True))
+    ):
+        if placement.is_replicate():
+            continue
+        dim = placement.dim
+        length = -(-shape[dim] // size)  # parts are as torch.chunk cuts them
+        start = min(index * length, shape[dim])
+        begin[dim] += start
+        shape[dim] = min(length, shape[dim] - start)
+    assert tuple(shape) == tensor.to_local().shape
+    return tuple(begin)
 
 
 @torch.no_grad()
@@ -472,8 +500,6 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
         for key, value in values.items():
             if whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape:
                 values[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            elif torch.is_tensor(value):
-                values[key] = value.clone()  # a `SplitTensor` becomes a plain one
     received = from_rank_0(None if state is None else {**state, "state": small_states})
     for i, values in received["state"].items():
         for key, value in values.items():

@@ -88,6 +88,16 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     return result
 
 
+def wait_for_all(place: str) -> None:
+    """Wait until all ranks have made the same call; like all functions here, without a collective's deadline."""
+    if not has_other_ranks():
+        return
+    place = _count_call(place)
+    default_store().set(f"rank {dist.get_rank()} at {place}", "")
+    for rank in range(dist.get_world_size()):
+        wait_for(f"rank {rank} at {place}")
+
+
 def _count_call(place: str) -> str:
     """Return the place with the number of this call, which makes the store's keys unique.
 

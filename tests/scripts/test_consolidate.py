@@ -24,7 +24,7 @@ def test_the_full_checkpoint_is_that_of_a_run_that_saves_full_ones(sharded, fini
     run = tmp_path / "run"
     shutil.copytree(sharded, run, symlinks=True)
     for checkpoint in find_checkpoints(run):
-        assert len(list(checkpoint.glob(SHARDS))) == 2
+        assert len(list(checkpoint.glob(SHARDS))) == 4  # two processes, of policy and optimizer
         shutil.rmtree(checkpoint)
         assert main([str(sharded / checkpoint.name), str(checkpoint)]) == 0
         assert not list(checkpoint.glob(SHARDS))
