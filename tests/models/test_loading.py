@@ -127,7 +127,7 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["files", "archive"])
+@pytest.mark.parametrize("kind", ["files", slow("archive")])
 def test_parameters_that_stay_in_their_files_are_read_as_a_whole_model_has_them(family, kind, tmp_path):
     model = build(family, dtype=torch.bfloat16)
     source = ModelPath(str(publish(tmp_path, model)))
