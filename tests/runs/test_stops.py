@@ -88,6 +88,7 @@ def ask_both_ranks() -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_of_several_processes_none_goes_on(command, run_dir):
     began = time.monotonic()
     run = start_run(command("run", *SHARDED), partial(call_before, STEPS["model"], ask_both_ranks))
