@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build
-from support.pytests import slow
 from support.warm import launch
 
 from dpo.checkpoint.files import read_state
@@ -35,7 +34,8 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("division", [name if "frozen" in name else slow(name) for name in DIVISIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_what_is_read_is_what_was_saved(division, tmp_path):
     dims, trained = DIVISIONS[division]
     launch(save_and_read, dims.world_size, dims, trained, tmp_path, process_group=True)

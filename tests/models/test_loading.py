@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build, publish
-from support.pytests import refused
+from support.pytests import refused, slow
 from support.runs import TINY, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
 
