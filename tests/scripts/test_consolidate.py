@@ -15,6 +15,9 @@ from dpo.checkpoint.shards import SHARDS
 from dpo.commands.consolidate import main
 
 
+pytestmark = pytest.mark.slow  # two runs of two processes
+
+
 @pytest.fixture
 def sharded(finished):
     return finished(*SHARDED, "checkpoint_format=sharded")
