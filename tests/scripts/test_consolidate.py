@@ -14,7 +14,6 @@ from dpo.checkpoint.files import find_checkpoints, read_state
 from dpo.checkpoint.shards import SHARDS
 from dpo.commands.consolidate import main
 
-
 pytestmark = pytest.mark.slow  # two runs of two processes
 
 
