@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dpo.commands import command, make_parser
 from dpo.errors import InputError
+from dpo.settings.places import check_exists
 
 
 @command
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     options = parser.parse_args(arguments)
     checkpoint = options.path.expanduser().resolve()
+    check_exists(checkpoint)
     if not (checkpoint / MANIFEST).exists():
         checkpoint = (checkpoint / "LATEST").resolve()
     out = options.out.expanduser().absolute()

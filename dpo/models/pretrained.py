@@ -237,9 +237,8 @@ def count_positions(model: Any) -> float:
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
         is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
-        if (
-            is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions
-        ):  # OPT's table has 2 rows more
+        # OPT's table has 2 rows more.
+        if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:
             if table.padding_idx is not None:  # RoBERTa's positions come after that of padding
                 n_positions -= table.padding_idx + 1
             return n_positions
