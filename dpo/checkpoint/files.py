@@ -59,7 +59,8 @@ def write_checkpoint(
     """Write a checkpoint so that `directory` is complete or not there; what it replaces is kept until the end.
 
     `states` are pairs of a name and a state, which becomes the file `NAME.pt`, or NAME if it is bytes; for a file that
-    `write_shard` has written, the pair is what it returned. `step_idx` is the number of examples trained on. Raises RunError if writing fails, or if this run did not write what is there.
+    `write_shard` has written, the pair is what it returned. `step_idx` is the number of examples trained on. Raises
+    RunError if writing fails, or if this run did not write what is there.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
