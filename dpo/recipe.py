@@ -87,7 +87,7 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     if run:
         plan = keep_choices(plan, resume_point)
     # Rank 0 chose these for all: by the checkpoint, by its date, and by what its GPU computes in.
-    for key in ("chat_template_date", "holdout", *PRECISION):
+    for key in ("chat_template_date", "holdout", "microbatch_size", *PRECISION):
         plan = plan.change(key, from_rank_0(plan.values[key]))
     check_alike(find_shared_facts(plan))
     # Attention's kernel depends on these settings, and the predicted memory on the kernel.

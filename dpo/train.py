@@ -92,6 +92,7 @@ def run(plan: Plan) -> None:
                 process_group=plan.trainer.multi_process,
                 port=plan.fsdp.fsdp_port,
                 timeout_secs=plan.run.collective_timeout_secs,
+                heartbeat_timeout_secs=plan.run.heartbeat_timeout_secs,
             )
     except (RunError, Stopped):
         # The log of a run that has begun gets what this process prints about the error, though another process wrote

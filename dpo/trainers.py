@@ -85,6 +85,7 @@ class Trainer(TrainerParts):
                 # An online batch takes long and its scorer may fail, so the state is saved before the batch is made.
                 batch = self.batches.make_batch(item, update=self.batch_counter)
                 self.callbacks.emit("update", self.train_step(batch))
+                self.checkpoints.check()
                 self.stop.raise_if_agreed()
             metrics = self.evaluate_if_due(is_last=True)
             self.save_if_due(metrics, is_last=True)

@@ -5,6 +5,7 @@ append.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -185,7 +186,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             continue
         recorded = update_recorded(manifest["config"])
         config = record_config(plan)
-        kept = ["holdout"]  # for these the run keeps what it chose when it began, unless they are set now
+        # For these the run keeps what it chose when it began, unless they are set now.
+        kept = ["holdout", "microbatch_size"]
         if plan.model.autocast == "auto":
             kept += PRECISION
         for key in kept:
@@ -210,8 +212,18 @@ def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
 
 
 def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
-    """Return the plan with what a run chooses once, and keeps: holdout, the date in chat templates, precision."""
+    """Return the plan with what a run chooses once, and keeps.
+
+    That is holdout, the date in chat templates, precision, and the size of microbatches, which is chosen again with
+    another gradient_accumulation_steps.
+    """
     recorded = resume_point.manifest["config"] if resume_point else {}
+    if plan.data.microbatch_size is None:
+        n_parts = plan.n_microbatches * plan.dims.data_size
+        size = math.ceil(plan.data.batch_size / n_parts)
+        if recorded.get("gradient_accumulation_steps") == plan.data.gradient_accumulation_steps:
+            size = recorded.get("microbatch_size") or size
+        plan = plan.change("microbatch_size", size)
     if plan.data.holdout is None:
         plan = plan.change("holdout", recorded.get("holdout"))
     today = recorded.get("chat_template_date") or date.today().isoformat()

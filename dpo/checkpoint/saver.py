@@ -1,9 +1,13 @@
 """The parts of a checkpoint, gathered from all processes and restored on them."""
 
+import copy
+import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,13 +15,23 @@ import numpy as np
 import torch
 
 from dpo import __version__
-from dpo.checkpoint.files import DamagedCheckpoint, prune, read_state, set_link, write_checkpoint, write_shard
+from dpo.checkpoint.files import (
+    DamagedCheckpoint,
+    WrittenFile,
+    prune,
+    read_state,
+    set_link,
+    write_checkpoint,
+    write_shard,
+)
 from dpo.checkpoint.shards import SHARD
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.sharding import Parts, full_state, load_optimizer, optimizer_state, take_parts
+from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optimizer, optimizer_state, take_parts
+from dpo.system.host import host_memory
+from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import meet_rank_0, wait_for_all
+from dpo.system.waiting import meet_rank_0, tell, wait_for
 
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
@@ -156,6 +170,9 @@ class Checkpoints:
     best: float = -math.inf  # quality of BEST; higher is better
 
     def __post_init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._saving: Future | None = None
+        self._n_saves = 0
         self.run = read_run_facts(self.run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
@@ -175,53 +192,117 @@ class Checkpoints:
         is the value that ranks checkpoints, where higher is better, and `facts` are for the manifest. Every process
         must call it; rank 0 writes.
         """
+        self.wait()
         links = [] if elsewhere else ["LATEST"]
         if links and quality is not None and quality > self.best:  # false for NaN
             self.best = quality
             self.best_at = step_idx
             links.append("BEST")
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        states = self._gather(parts, directory)  # a generator: each part is gathered when taken from it
-        if self.mesh.rank != 0:
-            for _ in states:  # gathering is collective, so the other ranks take part
-                pass
-            return
         facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
-        write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
+        write = partial(self._write, directory, step_idx=step_idx, metrics=metrics, facts=facts, links=links)
+        if self.sharded:
+            self._save_shards(parts, directory, write)
+            if elsewhere:  # the caller may use it at once
+                self.wait()
+        else:
+            states = self._gather(parts)  # a generator: each part is gathered when taken from it
+            if self.mesh.rank == 0:
+                self.log(write(states))
+            else:
+                for _ in states:  # gathering is collective, so the other ranks take part
+                    pass
+
+    def _write(
+        self, directory: Path, states: Iterable[tuple], *, facts: Mapping, links: Sequence[str], **content: Any
+    ) -> str:
+        """Write a checkpoint on rank 0, set its links and prune; return a message for the user."""
+        write_checkpoint(directory, states, facts=facts, **content)
         for link in links:
             set_link(self.run_dir / link, directory)
         if self.keep:
             prune(self.run_dir, self.keep, self.run)
-        self.log(f"saved {directory}")
+        return f"saved {directory}"
 
-    def _gather(self, parts: Sequence[Part], directory: Path) -> Iterator[tuple]:
-        """Yield the parts' names and states, which are whole on rank 0 alone.
-
-        For a sharded checkpoint, whose `directory` rank 0 is making, each process writes its own parts of the tensors.
-        """
+    def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
+        """Yield the parts' names and states, which are whole on rank 0 alone."""
         for part in parts:
             # Rank 0 may still write the previous part, for which a collective would not wait.
             meet_rank_0("a checkpoint's part")
-            if self.sharded and not part.is_always_whole:
-                own: Parts = {}
-                yield part.name, take_parts(part.find_state(), part.name, own, self.mesh)
-                yield from self._write_shards(directory, part.name, own)
-                continue
             state = part.gather()
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
 
-    def _write_shards(self, directory: Path, name: str, own: Parts) -> Iterator[tuple]:
-        """Write this process's parts of a state, and yield the names and facts of the files of all processes."""
-        written = None
-        if own:
-            written = write_shard(directory, SHARD.format(name, self.mesh.rank + 1, self.mesh.world_size), own)
-        wait_for_all("a checkpoint's shards")  # by polling, as writing may take longer than a collective may
-        yield from filter(None, self.mesh.gather_all(written))
+    # --- sharded checkpoints ---------------------------------------------------------------------------------------
+
+    def _save_shards(self, parts: Sequence[Part], directory: Path, write: Callable[[Iterable], str]) -> None:
+        """Copy this process's parts of the tensors to the host, and write the copies while training goes on.
+
+        Without memory for all copies, training waits, and there are copies of one part at a time.
+        """
+        self._n_saves += 1
+        n_bytes = sum(count_own_bytes(part.find_state()) for part in parts if not part.is_always_whole)
+        n_bytes *= math.ceil(self.mesh.world_size / count_machines())
+        _, n_free = host_memory()
+        copies = map(self._copy, parts)  # copied when they are taken from it
+        if self.mesh.any(n_bytes > n_free):
+            message = self._write_shards(directory, copies, write)
+            self.log(f"{message}; training waited, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
+        else:
+            self._saving = self._thread.submit(self._write_shards, directory, list(copies), write)
+
+    def _copy(self, part: Part) -> tuple[str, Any, Parts]:
+        """Copy a part to the host: its name, what rank 0 writes to NAME.pt, and this process's parts of its tensors."""
+        own: Parts = {}
+        if part.is_always_whole:
+            return part.name, part.gather(), own
+        state = take_parts(part.find_state(), part.name, own, self.mesh)
+        return part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own
+
+    def _write_shards(self, directory: Path, copies: Iterable[tuple], write: Callable[[Iterable], str]) -> str:
+        """Write what `_copy` returned for each part; rank 0 returns a message once the files of all ranks are there.
+
+        It calls no collective, as the main thread may train: the ranks tell each other through the store.
+        """
+        rank = self.mesh.rank
+        size = self.mesh.world_size
+        place = f"checkpoint {self._n_saves}, rank {{}}".format
+
+        def write_own(name: str, own: Parts) -> list[tuple]:
+            return [write_shard(directory, SHARD.format(name, rank + 1, size), own)] if own else []
+
+        def write_all() -> Iterator[tuple]:
+            """Yield names and states of rank 0, and of files with parts of tensors, which every rank writes."""
+            tell(place(0))
+            for name, state, own in copies:
+                yield name, state
+                yield from write_own(name, own)
+            for other in range(1, size):
+                for name, facts in json.loads(wait_for(place(other))):
+                    yield name, WrittenFile(facts)
+
+        if rank == 0:
+            return write(write_all())
+        wait_for(place(0))  # the directory is there
+        written = [file for name, _, own in copies for file in write_own(name, own)]
+        tell(place(rank), json.dumps([(name, file.facts) for name, file in written]))
+        return ""
+
+    def check(self) -> None:
+        """Raise RunError if a save has failed while training went on, and log a save that is done."""
+        if self._saving and self._saving.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the files of this process are written."""
+        if self._saving:
+            saving, self._saving = self._saving, None
+            self.log(saving.result())
 
     def finish(self) -> None:
         """Wait on every process until rank 0 has written everything."""
+        self.wait()
         meet_rank_0("the end of the checkpoints")
         self.mesh.any(False)  # a barrier, as rank 0 has not waited for the others so far
 

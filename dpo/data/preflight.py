@@ -261,11 +261,9 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
             f"written, rendered or cut to max_length"
         )
     if report.examples_per_epoch < batch_size:
-        n_parts = plan.data.gradient_accumulation_steps * plan.dims.data_size
-        largest = report.examples_per_epoch // n_parts * n_parts  # a batch has equal parts
         raise InputError(
             f"the train split of {datasets} has {count(report.examples_per_epoch, 'example')}, too few for one batch "
-            f"of batch_size={batch_size}: {f'set batch_size={largest} or ' if largest else ''}add data"
+            f"of batch_size={batch_size}: set batch_size={report.examples_per_epoch} or add data"
         )
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
         raise InputError(

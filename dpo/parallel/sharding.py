@@ -351,7 +351,7 @@ def full_state(state: Any) -> Any:
 def take_parts(state: Any, name: str, parts: Parts, mesh: Mesh) -> Any:
     """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
 
-    Of the processes that have the same part, the first one takes it. Rank 0 gets copies of other tensors, other ranks
+    Of the processes that have the same part, the first one takes it. Rank 0 gets other tensors on the host, other ranks
     None. The names of parts are `name` and the path in the state, separated by dots.
     """
     if isinstance(state, DTensor):
@@ -365,6 +365,13 @@ def take_parts(state: Any, name: str, parts: Parts, mesh: Mesh) -> Any:
     if isinstance(state, Tensor):
         return state.detach().cpu() if is_rank_0() else None
     return state
+
+
+def count_own_bytes(state: Any) -> int:
+    """Count the bytes of the tensors in a state that this process holds."""
+    if isinstance(state, Mapping):
+        return sum(map(count_own_bytes, state.values()))
+    return local_tensor(state).nbytes if isinstance(state, Tensor) else 0
 
 
 def _is_first_owner(tensor: DTensor, mesh: Mesh) -> bool:

@@ -95,6 +95,7 @@ class RunPlan(NamedTuple):
     world_size: Count | None
     tensor_parallel_size: Count | None
     collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGEABLE]
+    heartbeat_timeout_secs: Annotated[float, "[1, 1e7]", CHANGEABLE]
     minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGEABLE]
     ledger: Switch
     report: Switch
@@ -183,6 +184,7 @@ class DataPlan(NamedTuple):
     batch_size: Size
     eval_batch_size: Count
     gradient_accumulation_steps: Count
+    microbatch_size: Count | None
     max_length: Size
     max_prompt_length: Size
     truncation: Literal["auto", "keep_end", "keep_start", "drop"]

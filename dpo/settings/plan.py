@@ -1,5 +1,6 @@
 """The plan of a run: its config as typed values, under the names of its keys. Imports no torch."""
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -95,6 +96,14 @@ class Plan:
     def follow_every(self) -> int | None:
         """Number of updates between syncs of the reference; None: no syncs."""
         return self.online.sync_reference_every if self.online else None
+
+    @property
+    def n_microbatches(self) -> int:
+        """Number of backward passes of an update in each process."""
+        fewest = 1
+        if self.data.microbatch_size:
+            fewest = math.ceil(self.data.batch_size / (self.data.microbatch_size * self.dims.data_size))
+        return max(fewest, self.data.gradient_accumulation_steps)
 
     @property
     def n_offline(self) -> int:

@@ -24,11 +24,10 @@ Conflict = tuple[str, Any, str]  # the keys that a check reads, whether the plan
 
 # fmt: off
 def _check_processes(p: Plan) -> list[Conflict]:
-    run, data, dims = p.run, p.data, p.dims
+    run, dims = p.run, p.dims
     several = p.trainer.multi_process
     processes = dims.world_size
     here = count_processes_here(processes)
-    accumulation = data.gradient_accumulation_steps
     return [
         ("world_size trainer", (processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
@@ -41,9 +40,6 @@ def _check_processes(p: Plan) -> list[Conflict]:
         ("world_size", 0 < p.gpus < here and not run.dry_run,
          f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
          "start as many on each machine"),
-        ("batch_size gradient_accumulation_steps", data.batch_size % max(1, accumulation * dims.data_size),
-         f"batch_size={data.batch_size} must be divisible by gradient_accumulation_steps * processes = "
-         f"{accumulation} * {dims.data_size}"),
         ("optimizer trainer", several and p.training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={p.training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
         ("tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",

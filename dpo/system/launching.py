@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError, explaining, find_advice, is_lost_contact
 from dpo.redaction import redact
+from dpo.system.heartbeats import watching_machines
 from dpo.system.host import (
     count_gpus,
     harden_stdio,
@@ -49,16 +50,18 @@ def launch(
     process_group: bool,
     port: int | None = None,
     timeout_secs: float = 1800,
+    heartbeat_timeout_secs: float = 60,
 ) -> None:
     """Run `worker(rank, world_size, *args)` in processes that form a group, and return when all are done.
 
     A process that a launcher started runs its own worker, and exits with it. Without `process_group`, the worker is
     called here, as rank 0 of 1; otherwise `world_size` workers are spawned and meet at `port` (None: a free one).
-    `timeout_secs` is that of a collective. Raises InputError, Stopped, or RunError if a worker did not finish.
+    `timeout_secs` is that of a collective, and `heartbeat_timeout_secs` that of a machine's silence. Raises InputError,
+    Stopped, or RunError if a worker did not finish.
     """
     raise_open_file_limit()
     if rank_env := find_rank_env():
-        status, message = _run_in_group(rank_env, worker, args, timeout_secs)
+        status, message = _run_in_group(rank_env, worker, args, timeout_secs, heartbeat_timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
             # Rank 0 may have the same error; the launcher ends this process once rank 0 has reported it.
             time.sleep(GRACE_SECS)
@@ -84,23 +87,31 @@ class RankEnv(NamedTuple):
     address: str
     port: int
     serves_store: bool = False  # whether this process serves the rendezvous store
+    machine: int = 0
+    n_machines: int = 1
 
 
 def find_rank_env() -> RankEnv | None:
     """Read what torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
+    machine = 0
+    n_machines = 1
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
         world_size = int(environ["WORLD_SIZE"])
         rank = int(environ["RANK"])
         local_rank = int(environ.get("LOCAL_RANK", rank))
         serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        machine = int(environ.get("GROUP_RANK", 0))
+        n_machines = int(environ.get("GROUP_WORLD_SIZE", 1))
         address = "localhost"
         port = 29500
     elif world_size > 1:
         rank = int(environ["SLURM_PROCID"])
         local_rank = int(environ["SLURM_LOCALID"])
         serves_store = rank == 0
+        machine = int(environ.get("SLURM_NODEID", 0))
+        n_machines = int(environ.get("SLURM_STEP_NUM_NODES", 1))
         # Take the first node of a list, such as node03 in "node[03-05,9]".
         address = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
         port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
@@ -108,12 +119,17 @@ def find_rank_env() -> RankEnv | None:
         return None
     address = environ.get("MASTER_ADDR") or address
     port = int(environ.get("MASTER_PORT") or port)
-    return RankEnv(rank, world_size, local_rank, address, port, serves_store)
+    return RankEnv(rank, world_size, local_rank, address, port, serves_store, machine, n_machines)
 
 
 def count_processes_here(world_size: int) -> int:
     """Count a run's processes that use this machine's GPUs; 1 under Slurm, which may show each task its own GPU."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if find_rank_env() else world_size))
+
+
+def count_machines() -> int:
+    rank_env = find_rank_env()
+    return rank_env.n_machines if rank_env else 1
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
@@ -162,7 +178,9 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
-def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float) -> tuple[int, str]:
+def _run_in_group(
+    rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float, heartbeat_timeout_secs: float = 60
+) -> tuple[int, str]:
     """Join the group and run a worker; return its exit status, and a message on why it is not done, or ""."""
     with importing():
         import torch.distributed as dist
@@ -173,7 +191,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
     # tqdm's own lock is a semaphore of the system, of whose leak Python would warn after `end_process`
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
-    rank, world_size, local_rank, address, port, serves_store = rank_env
+    rank, world_size, local_rank, address, port, serves_store, machine, n_machines = rank_env
     timeout = timedelta(seconds=timeout_secs)
     status = DONE
     message = ""
@@ -183,8 +201,10 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
         # Let a stop signal kill this process, as no Python handler could run during the calls below.
         with handling_signals(signal.SIG_DFL):
             server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
-            # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
+            store = server
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
+                store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
             init_distributed(
                 rank,
                 world_size,
@@ -193,11 +213,19 @@ def _run_in_group(rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs
                 store=store,
                 local_rank=local_rank,
             )
-        try:
-            worker(rank, world_size, *args)
-        except Stopped as stopped:  # all ranks stop, and one says so
-            status = stopped.status
-            message = str(stopped) if rank == 0 else ""
+        with watching_machines(
+            store,
+            machine,
+            n_machines,
+            writes=local_rank == 0,
+            timeout_secs=heartbeat_timeout_secs,
+            give_up=lambda why: end_process(f"rank {rank} ends: {why}\n", LOST_CONTACT),
+        ):
+            try:
+                worker(rank, world_size, *args)
+            except Stopped as stopped:  # all ranks stop, and one says so
+                status = stopped.status
+                message = str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
         return status, message
     except InputError as error:

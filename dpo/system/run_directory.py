@@ -82,11 +82,14 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
 def lock_run_dir(run_dir: Path) -> IO:
     """Create the directory if need be, and lock it while the returned file is open.
 
-    Raises InputError if another process holds the lock for longer than LOCK_SECS.
+    Raises InputError if another process holds the lock for longer than LOCK_SECS, unless it is of the same job of
+    torchrun: then it is on a machine that the job has lost, and whose lock may stay.
     """
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # what torchrun calls a job without --rdzv-id
+    of_job = "" if job == "none" else f", in job {job} of torchrun"
     deadline = time.monotonic() + LOCK_SECS
     while True:
         try:
@@ -96,14 +99,19 @@ def lock_run_dir(run_dir: Path) -> IO:
             if time.monotonic() > deadline:
                 with file:
                     file.seek(0)
-                    problem = f"local_run_dir={run_dir} is locked by {file.read(200).strip()}"
+                    holder = file.read(1000).strip()
+                if of_job and holder.endswith(of_job):
+                    print(f"the lock of {run_dir} was held by {holder}, on a machine that the job has lost")
+                    (run_dir / LOCK).unlink()
+                    return lock_run_dir(run_dir)
+                problem = f"local_run_dir={run_dir} is locked by {holder}"
                 raise InputError(f"{problem}: stop that process first, or choose another directory") from error
             time.sleep(0.02)
         except OSError as error:  # some network file systems have no locks
             print(WarningLine(f"{run_dir} cannot be locked ({error}): do not start a second run there"))
             return file
     file.truncate(0)
-    print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}{of_job}", file=file, flush=True)
     return file
 
 

@@ -70,6 +70,12 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
+def tell(key: str, value: str = "") -> None:
+    """Set a key in the store, for which other ranks may wait."""
+    if has_other_ranks():
+        default_store().set(key, value)
+
+
 def meet_rank_0(place: str) -> None:
     """Wait until rank 0 has made the same call; rank 0 does not wait."""
     after_rank_0(place, lambda: None)
@@ -86,16 +92,6 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     result = act()
     default_store().set(key, "")  # lets the other ranks go on
     return result
-
-
-def wait_for_all(place: str) -> None:
-    """Wait until all ranks have made the same call; like all functions here, without a collective's deadline."""
-    if not has_other_ranks():
-        return
-    place = _count_call(place)
-    default_store().set(f"rank {dist.get_rank()} at {place}", "")
-    for rank in range(dist.get_world_size()):
-        wait_for(f"rank {rank} at {place}")
 
 
 def _count_call(place: str) -> str:

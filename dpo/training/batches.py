@@ -100,8 +100,7 @@ class Batches:
 
         An id is a prompt's index in the table, and the index of an example among those of the prompt.
         """
-        n_microbatches = self.plan.data.gradient_accumulation_steps
-        return self._prepare(self.data.train, self._first_rows, n_microbatches, example_ids)
+        return self._prepare(self.data.train, self._first_rows, self.plan.n_microbatches, example_ids)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
         """Make an update's batch of an item that `train` yields, when the update is due."""

@@ -59,7 +59,7 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     # The peak is in the backward pass or in the optimizer's step, whichever needs more; what only the other one needs
     # is removed.
     absent = ["update"]
-    if plan.data.gradient_accumulation_steps == 1:  # in the only backward pass, gradients replace activations
+    if plan.n_microbatches == 1:  # in the only backward pass, gradients replace activations
         absent.append("gradients")
     if memory["activations"] + memory["logits"] <= sum(memory[purpose] for purpose in absent):
         absent = ["activations", "logits"]
@@ -111,7 +111,7 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         gathered_blocks = 2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes)
         held["gathered"] = (root + gathered_blocks) // dims.tensor_size
         # There are gradients of the largest unit, or of all until the last backward pass of an update.
-        if plan.fsdp.fsdp_reduce_once and plan.data.gradient_accumulation_steps > 1:
+        if plan.fsdp.fsdp_reduce_once and plan.n_microbatches > 1:
             units = [trained]
         itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
         held["reduced"] = max(_count_bytes(unit & trained, itemsize) for unit in units) // dims.tensor_size
@@ -145,7 +145,7 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
     """Return the microbatch with the most tokens of the first batches; of an online run, one made of placeholders."""
     if plan.online:  # the longest answers to the longest prompts
-        n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
+        n_pairs = math.ceil(plan.data.batch_size / (plan.n_microbatches * plan.dims.data_size))
         prompts = [make_prompt_example(prompt, data, plan) for prompt in pick_training_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]

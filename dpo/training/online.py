@@ -220,7 +220,7 @@ class OnlineBatches(Batches):
         return Batch(
             in_order,
             weights,
-            self.make_microbatches(in_order, self.plan.data.gradient_accumulation_steps),
+            self.make_microbatches(in_order, self.plan.n_microbatches),
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),

@@ -120,6 +120,15 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
+    batch_size, n_parts = plan.data.batch_size, plan.n_microbatches * plan.dims.data_size
+    if batch_size % n_parts:
+        sizes = f"{batch_size // n_parts} or {batch_size // n_parts + 1}"
+        notes.append(f"batch_size={batch_size} is split unevenly over {n_parts} backward passes, of {sizes} examples")
+    elif plan.n_microbatches > plan.data.gradient_accumulation_steps:
+        notes.append(
+            f"{plan.n_microbatches} backward passes per update, of {count(batch_size // n_parts, 'example')} in each process "
+            f"(microbatch_size={plan.data.microbatch_size})"
+        )
     notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")

@@ -1,14 +1,21 @@
 """A sharded checkpoint has all parts of all tensors once, however they are divided."""
 
+import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.elastic import wait_until
 from support.models import build
 from support.warm import launch
 
-from dpo.checkpoint.files import read_state
-from dpo.checkpoint.saver import Checkpoints, ModelPart
+from dpo.checkpoint import files, saver
+from dpo.checkpoint.files import find_checkpoints, read_state, write_checkpoint
+from dpo.checkpoint.saver import Checkpoints, ModelPart, Part
+from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, full_state
 from dpo.settings.plan import ParallelDims
@@ -20,11 +27,84 @@ def save_and_read(rank: int, world_size: int, dims: ParallelDims, trained: bool,
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32, frozen_whole=not trained)
     checkpoints = Checkpoints(folder, mesh, keep=None, log=print, sharded=True)
     checkpoints.save([ModelPart("policy", model)], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.finish()
     expected = full_state(model.state_dict())
     if rank == 0:
         found = read_state(folder / "step-8" / "policy.pt")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def fail(error: Exception, *_: Any) -> NoReturn:
+    raise error
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, Mesh(), keep=None, log=print, sharded=True)
+
+
+def save(checkpoints: Checkpoints, step: int, **options: Any) -> None:
+    part = ModelPart("policy", torch.nn.Linear(2, 3))
+    checkpoints.save([part], **{"step_idx": step, "metrics": None, "quality": None, "facts": {}, **options})
+
+
+def test_training_goes_on_while_files_are_written_and_a_second_save_waits(checkpoints, monkeypatch, tmp_path, printed):
+    events, allowed = [], threading.Event()
+
+    def write_late(directory: Path, states: Any, **content: Any) -> None:
+        assert allowed.wait(60)
+        events.append(directory.name)
+        write_checkpoint(directory, states, **content)
+
+    monkeypatch.setattr(saver, "write_checkpoint", write_late)
+    save(checkpoints, 8, quality=1.0)
+    checkpoints.check()  # nothing is said of it yet, and no link leads to it
+    assert (events, printed(), list(tmp_path.iterdir())) == ([], "", [])
+    allowed.set()
+    save(checkpoints, 16, quality=0.5)
+    assert events[0] == "step-8"
+    assert printed() == f"saved {tmp_path}/step-8\n"
+    checkpoints.finish()
+    assert (tmp_path / "BEST").readlink() == Path("step-8")
+    assert (tmp_path / "LATEST").readlink() == Path("step-16")
+
+
+def test_what_is_saved_is_the_state_at_the_time_of_the_save(checkpoints, tmp_path, monkeypatch):
+    state = {"counts": [1], "weight": torch.zeros(2)}
+    allowed = threading.Event()
+    monkeypatch.setattr(
+        saver, "write_checkpoint", lambda *args, **options: allowed.wait(60) and write_checkpoint(*args, **options)
+    )
+    checkpoints.save(
+        [Part("trainer", SimpleNamespace(state_dict=lambda: state))], step_idx=8, metrics=None, quality=None, facts={}
+    )
+    state["counts"].append(2)
+    state["weight"] += 1
+    allowed.set()
+    checkpoints.finish()
+    saved = read_state(tmp_path / "step-8" / "trainer.pt")
+    assert saved["counts"] == [1]
+    assert saved["weight"].tolist() == [0, 0]
+
+
+def test_a_save_that_fails_ends_the_run_at_its_next_update(checkpoints, monkeypatch, tmp_path):
+    save(checkpoints, 8)
+    checkpoints.finish()
+    monkeypatch.setattr(files, "sync", partial(fail, OSError(28, "No space left on device")))
+    save(checkpoints, 16)
+    with pytest.raises(RunError, match=r"step-16 could not be written: .*; earlier ones are intact"):
+        wait_until(checkpoints.check, 60)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-8"]
+
+
+def test_without_memory_for_a_copy_training_waits_and_a_line_says_so(checkpoints, monkeypatch, tmp_path, printed):
+    monkeypatch.setattr(saver, "host_memory", lambda: (100, 35))
+    save(checkpoints, 8)
+    assert (tmp_path / "step-8").exists()
+    assert (
+        printed() == f"saved {tmp_path}/step-8; training waited, as copies take 3.6e-08 GB of memory on each machine\n"
+    )
 
 
 DIVISIONS = {

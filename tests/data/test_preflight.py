@@ -70,8 +70,6 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
     ("values", "message"),
     [
         ({"batch_size": 4}, "has 3 examples, too few for one batch of batch_size=4: set batch_size=3 or add data"),
-        ({"batch_size": 4, "gradient_accumulation_steps": 2}, "set batch_size=2 or add data"),
-        ({"batch_size": 4, "gradient_accumulation_steps": 4}, "batch_size=4: add data"),
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
         ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: add a column"),
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: set unpair=t"),
@@ -80,7 +78,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
 )
 def test_data_that_the_run_cannot_train_on_is_refused_before_it_starts(three_pairs, tokenizer, values, message):
     with pytest.raises(InputError) as error:
-        prepare(three_pairs, tokenizer, **{"gradient_accumulation_steps": 1, **values})
+        prepare(three_pairs, tokenizer, **values)
     assert message in str(error.value)
 
 

@@ -131,6 +131,9 @@ SHARDED = "trainer=FSDPTrainer world_size=2"
 CUT = "trainer=TensorParallelTrainer world_size=2"
 BOTH = "trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2"
 HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2"
+UNEVEN = "trainer=FSDPTrainer world_size=3"  # no divisor of the batch
+IDLE = f"{UNEVEN} gradient_accumulation_steps=3 layout=padded eval_batch_size=4"  # the last process has no examples
+UNEVEN_CUT = "trainer=TensorParallelTrainer world_size=6 tensor_parallel_size=2"
 ONE_SHARD = "trainer=FSDPTrainer world_size=1"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel tensor_parallel_size=2"
 BY_ALL = "checkpoint_format=sharded"
@@ -150,6 +153,10 @@ WAYS = {
     "cut": Way(CUT),
     "cut and sharded": Way(BOTH),
     "hybrid": Way(HYBRID),
+    "uneven": Way(UNEVEN),
+    "uneven, padded, one process idle": Way(IDLE),
+    "uneven, cut and sharded": Way(UNEVEN_CUT),
+    "uneven, resumed": Way(UNEVEN, first=SHARDED),
     "in the package's threads": Way(PACKAGE),
     "resumed": Way(first=""),
     "killed, resumed": Way(first="", killed=True),
@@ -186,7 +193,9 @@ FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
 WAYS_OF_DATA = (*FEW_WAYS, "resumed", "references first", "cut")
 # These ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state.
 COMBINED_WAYS = {
-    name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed", "in sharded"))
+    name
+    for name in WAYS
+    if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed", "in sharded", "uneven"))
 }
 IN_COMBINED_WAYS = (
     "dpo", "beta_dpo", "kto", "mixed datasets", "sampling", "lora", "lora with dropout, aot",

@@ -90,7 +90,6 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
     ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format=alpaca was removed after 9949121b; leave"),
     # --- keys that contradict each other
-    ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by"),
     ("max_length=256", "max_prompt_length=256 must be below max_length=256"),
     ("n_epochs=null", "n_epochs and n_examples are both null"),
     ("save_every=6", "save_every=6 (examples) must be a multiple of batch_size=4"),

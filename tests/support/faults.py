@@ -28,9 +28,9 @@ def start_run(overrides: list[str], fault: Callable[[], None] | None = None, **e
 
 
 def start_interpreter(
-    *arguments: str, prepare: Callable[[], object] = lambda: None, **environment: str
+    *arguments: str, prepare: Callable[[], object] = lambda: None, output: Any = None, **environment: str
 ) -> subprocess.Popen[str]:
-    """`python ARGUMENTS` in a new interpreter and a session of its own."""
+    """`python ARGUMENTS` in a new interpreter and a session of its own, with pipes, or a file for all it prints."""
 
     def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run with SIGINT ignored
@@ -41,8 +41,8 @@ def start_interpreter(
         cwd=ROOT,
         env=make_environment(**environment),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
+        stderr=subprocess.STDOUT if output else subprocess.PIPE,
         text=True,
         start_new_session=True,
         preexec_fn=begin,

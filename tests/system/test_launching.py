@@ -121,7 +121,12 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
         (TORCHRUN, RankEnv(3, 8, 1, "node0", 29500)),
         ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500, serves_store=True)),
         ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, RankEnv(0, 8, 1, "node0", 29500)),
+        ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "4"}, RankEnv(3, 8, 1, "node0", 29500, False, 1, 4)),
         (SLURM, RankEnv(5, 8, 2, "gpu03", 23456)),
+        (
+            {**SLURM, "SLURM_NODEID": "2", "SLURM_STEP_NUM_NODES": "4"},
+            RankEnv(5, 8, 2, "gpu03", 23456, machine=2, n_machines=4),
+        ),
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, RankEnv(5, 8, 2, "head", 1)),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun of one task that starts its own workers
         ({**SLURM, "SLURM_STEP_NODELIST": "n-1-[12,15]"}, RankEnv(5, 8, 2, "n-1-12", 23456)),

@@ -150,6 +150,21 @@ def test_a_run_has_its_text_from_the_first_line_to_the_last_and_a_resume_appends
         assert set(printed) <= set(text.removeprefix(before).splitlines())
 
 
+def test_the_lock_of_a_lost_machine_is_taken_over_by_its_own_job_alone(tmp_path, monkeypatch, printed):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with lock_run_dir(tmp_path):
+        for other in ("another", "none"):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", other)
+            with refused("is locked by process"):
+                lock_run_dir(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        with lock_run_dir(tmp_path):
+            assert "was held by process" in printed()
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+            with refused("is locked by process"):
+                lock_run_dir(tmp_path)
+
+
 def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path):
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)

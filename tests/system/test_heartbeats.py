@@ -1,0 +1,58 @@
+"""Machines that go silent are noticed, and those that have ended are not missed."""
+
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dpo.system.heartbeats import watching_machines
+
+TIMEOUT_SECS = 0.6
+
+
+@pytest.fixture
+def watch():
+    """A machine of two, whose reasons to give up are in a list."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def watch(machine: int, reasons: list[str], n_machines: int = 2) -> Any:
+        options = {"writes": True, "timeout_secs": TIMEOUT_SECS, "give_up": reasons.append}
+        return watching_machines(store, machine, n_machines, **options)
+
+    return watch
+
+
+def test_a_machine_that_has_ended_is_not_missed(watch):
+    reasons = []
+    with watch(0, reasons):
+        with watch(1, []):
+            time.sleep(TIMEOUT_SECS)
+        time.sleep(3 * TIMEOUT_SECS)  # as rank 0 may upload for long
+    assert reasons == []
+
+
+def test_a_machine_that_fails_without_a_word_is_named(watch):
+    reasons = []
+    with watch(0, reasons):
+        with suppress(ArithmeticError), watch(1, []):
+            time.sleep(TIMEOUT_SECS)
+            raise ArithmeticError
+        time.sleep(3 * TIMEOUT_SECS)
+    assert set(reasons) == {"no heartbeat of machine 1 for 0.6 s (heartbeat_timeout_secs)"}
+
+
+def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, monkeypatch):
+    reasons = []
+    with watch(0, reasons), watch(1, []):
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 1000)
+        time.sleep(TIMEOUT_SECS)
+    assert re.match(r"this process did not run for 1\d\d\d s, so the others went on without it", reasons[0])
+
+
+def test_a_machine_alone_is_not_watched(watch):
+    with watch(0, [], n_machines=1):
+        pass
