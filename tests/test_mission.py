@@ -340,8 +340,12 @@ def test_g_run_distributed_passes_on_machines_addresses_and_ports(tmp_path):
     (tmp_path / "python").chmod(0o755)
     given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "77"}
     environment = {**given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    output = subprocess.check_output([ROOT / "scripts" / "run_distributed.sh", "4"], env=environment, text=True)
+    script = [ROOT / "scripts" / "run_distributed.sh", "4"]
+    output = subprocess.check_output(script, env=environment, text=True)
     assert "--nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=77" in output
+    elastic = {**environment, "NNODES": "2:4", "JOB": "mine"}
+    output = subprocess.check_output(script, env=elastic, text=True)
+    assert "--nproc-per-node=4 --nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=node0:77 --rdzv-id=mine" in output
 
 
 def test_g_batches_are_divided_and_lr_is_scaled_by_processes(tiny_llama):

@@ -20,11 +20,11 @@ from support.pytests import succeeded
 from support.runs import ROOT, run_python
 
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
-    "product": 156_000,
+    "product": 157_500,
     "experiments and benchmarks": 18_700,
     "tests": 186_000,
 }
-DOCUMENT_KB, README_LINES = 256, 190
+DOCUMENT_KB, README_LINES = 266, 190
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}
 # Each of these packages and modules of `dpo` imports itself and those before it.
 ORDER = """

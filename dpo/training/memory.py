@@ -97,6 +97,8 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     )
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
         held["update"] = trained_bytes
+    if plan.run.checkpoint_format == "sharded" and not plan.gpus:
+        held["saved"] = trained_bytes + held["optimizer"]  # copies that are written while training goes on
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
         held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
