@@ -25,9 +25,7 @@ from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_l
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
 from dpo.parallel.sharding import (
-    announce_backward,
     clip_gradient,
-    release_gathered,
     step_and_count_changes,
     step_optimizer,
 )
@@ -100,20 +98,12 @@ class Trainer(TrainerParts):
             # The seed depends on the data rank, not the rank: processes that have slices of the same layer must draw
             # the same masks.
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
-        context = objective.prepare(batch)
-        metrics = []  # per microbatch, for `reduce_metrics`
-        for i, microbatch in enumerate(batch.microbatches, start=1):
-            announce_backward(
-                self.policy, is_last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.fsdp_reduce_once
-            )
-            microbatch = microbatch.to(objective.device)
-            losses, columns = objective.losses(microbatch, context, split="train")  # (B,) each
-            objective.weigh(losses, microbatch, context).backward()
-            metrics.append((microbatch.indices, columns))  # stay on the device: the host need not wait
-            del microbatch, losses  # inputs and graph are freed before the next microbatch is run
-            self.progress.show_part(i, len(batch.microbatches), "microbatch")
-        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
-        release_gathered(self.reference_model)
+        metrics = objective.accumulate(
+            batch,
+            objective.prepare(batch),
+            reduce_once=self.plan.fsdp.fsdp_reduce_once,
+            show=self.progress.show_part,
+        )
         grad_norm = self.clip_gradient()
         reduced = objective.reduce(  # only here does the host wait for the device
             metrics,

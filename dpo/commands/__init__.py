@@ -18,6 +18,7 @@ from dpo.system.signals import end_on_stop_signals
 
 COMMANDS = {
     "train": "train; dpo train --help shows all keys",
+    "estimate": "memory, time and communication of a run on other GPUs",
     "report": "curves and findings of runs, in one page",
     "sample": "ask a policy and its reference",
     "export": "write a policy as a model of transformers",

@@ -39,18 +39,19 @@ def find_model_config(plan: Plan) -> Any:
     return config.get_text_config() if is_text_part(config) else config
 
 
-def make_structure(plan: Plan, dtype: str | None = None) -> Any:
-    """Make the model on the meta device, without adapters, by default in the policy's dtype."""
-    dtype = dtype or plan.model.policy_dtype
-    return load_structure(find_base(plan), dtype=DTYPES[dtype], attn_implementation=plan.model.attn_implementation)
+def make_structure(plan: Plan, dtype: str | None = None, n_blocks: int | None = None) -> Any:
+    """Make the model on the meta device, without adapters, by default in the policy's dtype, and with all blocks."""
+    dtype = DTYPES[dtype or plan.model.policy_dtype]
+    attention = plan.model.attn_implementation
+    return load_structure(find_base(plan), dtype=dtype, attn_implementation=attention, n_blocks=n_blocks)
 
 
-def make_policy_structure(plan: Plan) -> Any:
-    """Make the policy on the meta device, quantized and with its adapters."""
+def make_policy_structure(plan: Plan, n_blocks: int | None = None) -> Any:
+    """Make the policy on the meta device, quantized and with its adapters, by default with all blocks."""
     adapters = [POLICY] if plan.lora else []
     if plan.reference == "adapter":
         adapters.append(REFERENCE)
-    return _prepare(make_structure(plan), plan, dict.fromkeys(adapters))
+    return _prepare(make_structure(plan, n_blocks=n_blocks), plan, dict.fromkeys(adapters))
 
 
 def find_start(plan: Plan) -> ModelPath:

@@ -75,9 +75,16 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
     return config
 
 
-def load_structure(source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager") -> Any:
-    """Make the model that `load_model` would load, on the meta device."""
+def load_structure(
+    source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager", n_blocks: int | None = None
+) -> Any:
+    """Make the model that `load_model` would load, on the meta device, or one with fewer blocks."""
     config = load_config(source)
+    if n_blocks:
+        text_config = config.get_text_config()
+        text_config.num_hidden_layers = n_blocks
+        if kinds := getattr(text_config, "layer_types", None):
+            text_config.layer_types = kinds[:n_blocks]
     with explaining_load_errors("model", source.name), torch.device("meta"):
         return _adjust(_make(source, config, dtype, attn_implementation), source, config)
 

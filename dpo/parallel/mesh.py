@@ -41,9 +41,19 @@ class Mesh:
             self.device_mesh = init_device_mesh(
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )
+            if dist.get_backend() == "fake":  # of `dpo.training.estimate`: it has no timeouts
+                return
             # Subgroups do not inherit the timeout of the default group.
             for group in self.device_mesh.get_all_groups():
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
+
+    def name_groups(self) -> dict[str, str]:
+        """Map the names of process groups to axes of the mesh, and that of all processes to `all`."""
+        names = {str(dist.group.WORLD.group_name): "all"}
+        for axis in self.device_mesh.mesh_dim_names or ():
+            if self.device_mesh[axis].size() > 1:
+                names[str(self.device_mesh[axis].get_group().group_name)] = axis
+        return names
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum the values over all processes, in place, and return them."""

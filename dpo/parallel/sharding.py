@@ -48,15 +48,43 @@ def distribute(
     whole, or its slices along `tensor`, in `compute_dtype`. Raises InputError for a model without blocks.
     """
     check_alike(describe_structure(model))
+    # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
+    specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
+
+    def receive(name: str, tensor: Tensor) -> Tensor:
+        return broadcast(read_weight(tensor), specs[name], mesh)
+
+    return divide(
+        model,
+        mesh,
+        receive,
+        block_name=block_name,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+        frozen_whole=frozen_whole,
+    )
+
+
+def divide(
+    model: Any,
+    mesh: Mesh,
+    receive: Callable[[str, Tensor], Tensor],
+    *,
+    block_name: str | None,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    frozen_whole: bool,
+) -> Any:
+    """Divide a model's tensors over the processes as `distribute` does, after `receive(name, tensor)` on each."""
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # A single tensor-parallel group that computes in the weights' own dtype does not need FSDP.
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
     fsdp_mesh = mesh.device_mesh[axes]
-    # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
-    specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
     names = {module: name for name, module in model.named_modules()}
     distributed = set()
     whole = set()
@@ -65,7 +93,7 @@ def distribute(
     # have left. `modules()` lists the outer block first, so the order is reversed.
     for unit in (*reversed(blocks), model):
         modules = {names[module]: module for module in unit.modules() if module not in distributed}
-        _receive_tensors(modules, specs, mesh, frozen_dtype=compute_dtype if frozen_whole else None)
+        _replace_tensors(modules, receive, frozen_dtype=compute_dtype if frozen_whole else None)
         if tensor_parallel_plan:
             cut_modules(modules, tensor_parallel_plan, mesh.device_mesh["tensor"])
         parameters = {parameter for module in modules.values() for parameter in module.parameters(recurse=False)}
@@ -169,21 +197,20 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
-def _receive_tensors(
-    modules: Mapping[str, nn.Module], specs: Mapping[str, Tensor], mesh: Mesh, *, frozen_dtype: torch.dtype | None
+def _replace_tensors(
+    modules: Mapping[str, nn.Module], receive: Callable[[str, Tensor], Tensor], *, frozen_dtype: torch.dtype | None
 ) -> None:
-    """Replace the modules' own parameters and buffers by rank 0's, which are broadcast; each rank must call it.
+    """Replace the modules' own parameters and buffers by what `receive(name, tensor)` returns.
 
-    `modules` are by full name, and `specs` has tensors on the meta device with rank 0's shapes and dtypes, by full
-    name. Frozen parameters are cast to `frozen_dtype`.
+    Modules and tensors are by full name. Frozen parameters are cast to `frozen_dtype`.
     """
-    replacements = {}  # by this rank's tensor: a tied one is sent once and stays tied
+    replacements = {}  # by this rank's tensor: a tied one is received once and stays tied
     only_own = {"recurse": False, "remove_duplicate": False}
     for prefix, module in modules.items():
         named = (*module.named_parameters(prefix, **only_own), *module.named_buffers(prefix, **only_own))
         for name, tensor in named:
             if tensor not in replacements:
-                replacement = broadcast(read_weight(tensor), specs[name], mesh)
+                replacement = receive(name, tensor)
                 if isinstance(tensor, nn.Parameter):
                     if not tensor.requires_grad:
                         replacement = replacement.to(frozen_dtype)  # None keeps the dtype

@@ -48,14 +48,28 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
 
     The prediction is too high under tensor parallelism.
     """
-    policy = make_policy_structure(plan)
-    memory = count_held(plan, policy, decide_frozen_weights(plan))
+    memory, notes = count_all(plan, data, decide_frozen_weights(plan))
+    return find_peak(plan, memory), notes
+
+
+def count_all(
+    plan: Plan, data: TrainingData, frozen: str | None, n_blocks: int | None = None
+) -> tuple[Bytes, list[str]]:
+    """Count the bytes of all purposes, of a model with `n_blocks` blocks if that is given, and return notes."""
+    policy = make_policy_structure(plan, n_blocks)
+    memory = count_held(plan, policy, frozen)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
         layout.alignment = GPU_ALIGNMENT
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
+    return memory, notes
+
+
+def find_peak(plan: Plan, memory: Bytes) -> Bytes:
+    """Return the memory at the peak of an update: without what is not there together with the rest."""
+    memory = memory.copy()
     # The peak is in the backward pass or in the optimizer's step, whichever needs more; what only the other one needs
     # is removed.
     absent = ["update"]
@@ -70,7 +84,7 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
             allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
             memory["kept"] = int(LOST_SHARE * allocated)
         memory["process"] = resident_memory()  # Python, libraries and data
-    return +memory, notes  # without purposes that need nothing
+    return +memory  # without purposes that need nothing
 
 
 def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
@@ -256,11 +270,11 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
 
-def decide_frozen_weights(plan: Plan) -> str | None:
+def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:
     """Return how each process should have frozen weights: "whole" or "sharded"; None if that makes no difference.
 
-    `fsdp_frozen_weights` decides; if it is null, they are whole on GPUs whose memory is then filled to at most
-    MAX_HELD_SHARE.
+    `fsdp_frozen_weights` decides; if it is null, they are whole on GPUs whose memory, `available` bytes or that of this
+    machine, is then filled to at most MAX_HELD_SHARE.
     """
     has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
@@ -268,7 +282,7 @@ def decide_frozen_weights(plan: Plan) -> str | None:
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
     held = count_held(plan, make_policy_structure(plan), "whole").total()
-    return "whole" if held <= MAX_HELD_SHARE * _find_available(plan) else "sharded"
+    return "whole" if held <= MAX_HELD_SHARE * (available or _find_available(plan)) else "sharded"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:

@@ -23,7 +23,7 @@ from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import release_gathered, weights_are_equal
+from dpo.parallel.sharding import announce_backward, release_gathered, weights_are_equal
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
 from dpo.training.batches import Batch
@@ -287,6 +287,28 @@ class Objective:
         statistic = values.new_zeros(len(weights), values.shape[1])
         statistic[has_weight] = values
         return self._to_device(statistic.float())
+
+    def accumulate(
+        self, batch: Batch, context: BatchContext, *, reduce_once: bool, show: Callable[[int, int, str], None]
+    ) -> MicrobatchMetrics:
+        """Add up the gradients of all microbatches, and return their metrics, which stay on the device.
+
+        `reduce_once` is the key fsdp_reduce_once, and `show` is called after each microbatch.
+        """
+        metrics = []
+        n_microbatches = len(batch.microbatches)
+        for i, microbatch in enumerate(batch.microbatches, start=1):
+            announce_backward(self.policy, is_last=i == n_microbatches, reduce_once=reduce_once)
+            microbatch = microbatch.to(self.device)
+            losses, columns = self.losses(microbatch, context, split="train")  # (B,) each
+            self.weigh(losses, microbatch, context).backward()
+            metrics.append((microbatch.indices, columns))
+            del microbatch, losses  # inputs and graph are freed before the next microbatch is run
+            show(i, n_microbatches, "microbatch")
+        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
+        if self.reference and self.reference.model is not self.policy:
+            release_gathered(self.reference.model)
+        return metrics
 
     def losses(self, microbatch: Microbatch, context: BatchContext, *, split: str) -> tuple[Tensor, NamedTensors]:
         """Return the losses of a microbatch on the device, (B,), and its detached metrics, (B,) each (`_metrics`).

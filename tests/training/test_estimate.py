@@ -1,0 +1,77 @@
+"""Collectives and operations that are counted on fake tensors are those of a real update."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support.pytests import slow
+from support.runs import TINY, compose, small_run
+from support.warm import launch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpo.data.preflight import load_data
+from dpo.settings.plan import resolve
+from dpo.training import estimate
+from dpo.training.estimate import RATES, CollectiveCounter, estimate_memory, estimate_work, find_median_batch
+from trainers import Trainer
+
+FSDP = "trainer=FSDPTrainer world_size=2"
+HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2 gradient_accumulation_steps=2"
+CUT = "trainer=TensorParallelTrainer world_size=2 activation_checkpointing=true"
+BOTH = "trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2 model.fsdp_policy_mp=bfloat16"
+WAYS = [
+    FSDP,
+    slow(f"{FSDP} layout=padded fsdp_reduce_once=true fsdp_reshard_after_forward=false"),
+    slow(HYBRID),
+    slow(CUT),
+    slow(BOTH),
+    slow(f"{FSDP} lora=lora"),
+    slow(f"{CUT} lora=lora lora.reference=model"),
+    slow(f"{FSDP} loss=kto unpair=true"),
+    slow(f"{CUT} loss=aot loss.beta=0.1"),
+]
+
+
+@pytest.fixture
+def resolve_settings(rows, run_dir):
+    """The config of a small run with these settings."""
+    return lambda settings: compose(*small_run(rows, run_dir, "batch_size=8", "debug=true", *settings.split()))
+
+
+def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
+    plan = resolve(config, world_size=world_size)
+    trainer = Trainer(plan, load_data(plan, silent=True), None, rank=rank)
+    batch = find_median_batch(trainer.batches)
+    counter, flops = CollectiveCounter(trainer.mesh), FlopCounterMode(display=False)
+    with counter, flops:
+        trainer.train_step(batch)
+    if rank == 0:
+        file.write_text(json.dumps([counter.calls, counter.n_bytes, flops.get_total_flops()]))
+
+
+@pytest.mark.parametrize("settings", WAYS)
+def test_an_updates_collectives_and_operations_are_those_of_a_run(settings, resolve_settings, tmp_path):
+    config = resolve_settings(settings)
+    plan = resolve(config)
+    launch(count_in_a_run, plan.dims.world_size, config, tmp_path / "counted", process_group=True)
+    calls, n_bytes, flops = json.loads((tmp_path / "counted").read_text())
+    work = estimate_work(plan, load_data(plan, silent=True), RATES["h100"])
+    assert work.calls == calls
+    assert work.n_bytes == n_bytes
+    # In bfloat16 a CPU has its own attention, which computes parts twice.
+    assert work.flops == pytest.approx(flops, rel=0.1 if "bfloat16" in settings else 1e-6)
+
+
+@pytest.mark.parametrize("settings", [FSDP, slow(BOTH), slow(f"{FSDP} activation_checkpointing=true lora=lora")])
+def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, monkeypatch, tmp_path):
+    transformers.AutoConfig.from_pretrained(TINY, num_hidden_layers=8).save_pretrained(tmp_path / "model")
+    own = f"model.name_or_path={tmp_path}/model model.tokenizer_name_or_path={TINY} model.random_init=true"
+    plan = resolve(resolve_settings(f"{settings} {own}"))
+    data = load_data(plan, silent=True)
+    found = estimate_work(plan, data, RATES["h100"]), estimate_memory(plan, data, RATES["h100"])
+    monkeypatch.setattr(estimate, "LARGE", 8)  # all blocks are counted
+    work, (memory, _) = estimate_work(plan, data, RATES["h100"]), estimate_memory(plan, data, RATES["h100"])
+    assert found[0] == work
+    assert found[1][0] == pytest.approx(memory, rel=0.05)
