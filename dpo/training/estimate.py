@@ -5,18 +5,13 @@ no values, in a process group of which this process is rank 0 and the other proc
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,6 +22,7 @@ from dpo.models.adapters import REFERENCE, make_adapter_context
 from dpo.models.layouts import layout_by_rules
 from dpo.models.loading import find_model_config, make_policy_structure, make_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
+from dpo.parallel.collectives import CollectiveCounter, fake_processes
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import clip_gradient, divide, step_optimizer
 from dpo.settings.plan import Plan
@@ -71,41 +67,6 @@ class Work(NamedTuple):
     flops: int  # floating-point operations of matrix products and attention
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives inside the context."""
-
-    KINDS: ClassVar = {  # by name of an operator: the kind, and the index of its group among the arguments
-        "_allgather_base_": ("all_gather", 2),
-        "_reduce_scatter_base_": ("reduce_scatter", 2),
-        "allreduce_": ("all_reduce", 1),
-        "broadcast_": ("broadcast", 1),
-        "all_gather_into_tensor": ("all_gather", 2),
-        "reduce_scatter_tensor": ("reduce_scatter", 3),
-        "all_reduce": ("all_reduce", 2),
-    }
-
-    def __init__(self, mesh: Mesh):
-        super().__init__()
-        self.axes = mesh.name_groups()
-        self.calls = Counter()
-        self.n_bytes = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor, which calls again with what it sends
-        result = function(*args, **(kwargs or {}))
-        if function.namespace in ("c10d", "_c10d_functional"):
-            kind, index = self.KINDS.get(function.overloadpacket.__name__, (None, 0))
-            if kind:
-                group = args[index]
-                name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
-                key = f"{self.axes[name]} {kind}"
-                tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
-                self.calls[key] += 1
-                self.n_bytes[key] += max(tensor.nbytes for tensor in tensors)
-        return result
-
-
 def estimate_memory(plan: Plan, data: TrainingData, rates: Rates) -> tuple[Bytes, list[str]]:
     """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
     frozen = decide_frozen_weights(plan, rates.memory_gb * 1e9)
@@ -117,7 +78,7 @@ def estimate_memory(plan: Plan, data: TrainingData, rates: Rates) -> tuple[Bytes
 def estimate_work(plan: Plan, data: TrainingData, rates: Rates) -> Work:
     """Estimate what a process does in an update on `plan.dims.world_size` GPUs."""
     frozen = decide_frozen_weights(plan, rates.memory_gb * 1e9)
-    with fake_processes(plan) as mesh:
+    with fake_processes(plan.dims) as mesh:
         counted = {n: simulate(plan, data, mesh, frozen, n) for n in list_sizes(plan)}
     calls, n_bytes, flops = [
         extrapolate({n: part[i] for n, part in counted.items()}, plan) for i in range(len(Work._fields))
@@ -139,16 +100,6 @@ def extrapolate(counted: dict[int, Counter], plan: Plan) -> Counter:
         return large
     small = counted[SMALL]
     return Counter({key: n + (n - small[key]) * (n_blocks - LARGE) // (LARGE - SMALL) for key, n in large.items()})
-
-
-@contextmanager
-def fake_processes(plan: Plan) -> Iterator[Mesh]:
-    """Be rank 0 of a process group without other processes inside the context, and yield its mesh."""
-    dist.init_process_group("fake", rank=0, world_size=plan.dims.world_size, store=FakeStore())
-    try:
-        yield Mesh(0, plan.dims)
-    finally:
-        dist.destroy_process_group()
 
 
 def simulate(

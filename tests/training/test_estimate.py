@@ -12,9 +12,10 @@ from support.warm import launch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo.data.preflight import load_data
+from dpo.parallel.collectives import CollectiveCounter
 from dpo.settings.plan import resolve
 from dpo.training import estimate
-from dpo.training.estimate import RATES, CollectiveCounter, estimate_memory, estimate_work, find_median_batch
+from dpo.training.estimate import RATES, estimate_memory, estimate_work, find_median_batch
 from trainers import Trainer
 
 FSDP = "trainer=FSDPTrainer world_size=2"
