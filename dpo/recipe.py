@@ -85,7 +85,7 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     """
     resume_point = run and run.resume_point
     if run:
-        plan = keep_choices(plan, resume_point)
+        plan = keep_choices(plan, run)
     # Rank 0 chose these for all: by the checkpoint, by its date, and by what its GPU computes in.
     for key in ("chat_template_date", "holdout", "microbatch_size", *PRECISION):
         plan = plan.change(key, from_rank_0(plan.values[key]))

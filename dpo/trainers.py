@@ -20,7 +20,7 @@ from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import load_data
-from dpo.errors import NonFinite, SamplingFailed, ScorerFailed, WarningLine
+from dpo.errors import NonFinite, SamplingFailed, ScorerFailed, WarningLine, is_lost_contact
 from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
@@ -208,6 +208,10 @@ class Trainer(TrainerParts):
                 # the error while rank 0's upload to W&B takes long.
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
+                raise
+            except Exception as error:
+                if not is_lost_contact(error):  # else the save may wait for a process that is lost
+                    self.checkpoints.let_complete()
                 raise
             finally:
                 self.progress.close()

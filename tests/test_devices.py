@@ -48,8 +48,16 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_memory_is_what_is_free_or_held_here": "system.host:find_device_memory system.host:list_own_gpus",
     "test_weights_are_gathered_for_sampling_if_every_gpu_has_twice_the_memory": "parallel.sharding:gathered_weights",
     "test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies": (
-        "training.memory:predict training.memory:count_held training.memory:count_logits"
+        "training.memory:count_all training.memory:count_held training.memory:count_logits training.memory:find_peak"
     ),
+    "tests/scripts/test_estimate_script.py::test_the_fastest_way_that_fits_comes_first_with_its_command": (
+        "commands.estimate:main commands.estimate:list_ways commands.estimate:parse_gpus commands.estimate:show "
+        "training.estimate:find_seconds"
+    ),
+    "tests/scripts/test_estimate_script.py::test_a_run_is_compared_with_what_it_measured": (
+        "commands.estimate:read_measured"
+    ),
+    "tests/scripts/test_estimate_script.py::test_rates_that_are_not_are_refused": "commands.estimate:read_rates",
     "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_memory_error",
     "test_one_process_cuts_a_model_over_all_gpus": "training.parts:place",
     f"{PACKAGE}::test_the_packages_own_sum_gives_the_same_numbers": (
@@ -235,8 +243,8 @@ def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, m
     data, policy = load_data(plan, silent=True), memory.make_policy_structure(plan)
     search, found = memory.find_largest_microbatch, []
 
-    def note(plan: Plan, data, layout: SharedPrefix):
-        found.append((layout.alignment, search(plan, data, layout)))
+    def note(plan: Plan, data, batches, layout: SharedPrefix):
+        found.append((layout.alignment, search(plan, data, batches, layout)))
         return found[-1][1]
 
     monkeypatch.setattr(memory, "find_largest_microbatch", note)

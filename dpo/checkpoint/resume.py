@@ -72,7 +72,13 @@ class OpenRun(NamedTuple):
         if point := self.resume_point:
             # The run's id, and the time at which the checkpoint was complete.
             former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
-        write_run_facts(self.directory, plan.nested_values(), processes=plan.dims.world_size, former=former)
+        write_run_facts(
+            self.directory,
+            plan.nested_values(),
+            processes=plan.dims.world_size,
+            microbatch_size=plan.data.microbatch_size,
+            former=former,
+        )
 
 
 @contextmanager
@@ -211,17 +217,19 @@ def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     sync(target)
 
 
-def keep_choices(plan: Plan, resume_point: ResumePoint | None) -> Plan:
+def keep_choices(plan: Plan, run: OpenRun) -> Plan:
     """Return the plan with what a run chooses once, and keeps.
 
     That is holdout, the date in chat templates, precision, and the size of microbatches, which is chosen again with
     another gradient_accumulation_steps.
     """
-    recorded = resume_point.manifest["config"] if resume_point else {}
+    recorded = run.resume_point.manifest["config"] if run.resume_point else {}
     if plan.data.microbatch_size is None:
         n_parts = plan.n_microbatches * plan.dims.data_size
         size = math.ceil(plan.data.batch_size / n_parts)
-        if recorded.get("gradient_accumulation_steps") == plan.data.gradient_accumulation_steps:
+        if not recorded:  # an earlier attempt may have ended before its first checkpoint
+            size = read_run_facts(run.directory).get("microbatch_size") or size
+        elif recorded.get("gradient_accumulation_steps") == plan.data.gradient_accumulation_steps:
             size = recorded.get("microbatch_size") or size
         plan = plan.change("microbatch_size", size)
     if plan.data.holdout is None:

@@ -6,10 +6,11 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_any
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optim
 from dpo.system.host import host_memory
 from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import meet_rank_0, tell, wait_for
+from dpo.system.waiting import meet_rank_0, name_call, tell, wait_for
 
+COMPLETION_SECS = 60  # how long one of several processes that fails waits for a save: others may have failed too
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
 # --- the parts of a checkpoint -------------------------------------------------------------------------------------
@@ -153,6 +155,14 @@ class RunState:
             stateful.load_state_dict(state[name])
 
 
+class PartCopy(NamedTuple):
+    """A part that is copied to the host."""
+
+    name: str
+    state: Any  # what rank 0 writes to NAME.pt
+    own: Parts  # this process's parts of its tensors
+
+
 # --- saving and restoring ------------------------------------------------------------------------------------------
 
 
@@ -172,7 +182,6 @@ class Checkpoints:
     def __post_init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
-        self._n_saves = 0
         self.run = read_run_facts(self.run_dir).get("run")  # the id of the run, by which it knows its checkpoints
 
     def save(
@@ -241,53 +250,60 @@ class Checkpoints:
 
         Without memory for all copies, training waits, and there are copies of one part at a time.
         """
-        self._n_saves += 1
+        # Whole parts come first: to gather them is a collective, for which no process should wait long.
+        parts = sorted(parts, key=lambda part: not part.is_always_whole)
+        place = name_call("a checkpoint")
         n_bytes = sum(count_own_bytes(part.find_state()) for part in parts if not part.is_always_whole)
         n_bytes *= math.ceil(self.mesh.world_size / count_machines())
         _, n_free = host_memory()
-        copies = map(self._copy, parts)  # copied when they are taken from it
-        if self.mesh.any(n_bytes > n_free):
-            message = self._write_shards(directory, copies, write)
-            self.log(f"{message}; training waited, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
-        else:
-            self._saving = self._thread.submit(self._write_shards, directory, list(copies), write)
+        copies: Iterable[PartCopy] = map(self._copy, parts)  # copied when they are taken from it
+        has_memory = not self.mesh.any(n_bytes > n_free)
+        if has_memory:
+            copies = list(copies)
+        self._saving = self._thread.submit(self._write_shards, place, directory, copies, write)
+        if not has_memory:
+            self.wait()
+            self.log(f"training waited for it, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
 
-    def _copy(self, part: Part) -> tuple[str, Any, Parts]:
-        """Copy a part to the host: its name, what rank 0 writes to NAME.pt, and this process's parts of its tensors."""
-        own: Parts = {}
+    def _copy(self, part: Part) -> PartCopy:
         if part.is_always_whole:
-            return part.name, part.gather(), own
+            return PartCopy(part.name, part.gather(), {})
+        own: Parts = {}
         state = take_parts(part.find_state(), part.name, own, self.mesh)
-        return part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own
+        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own)
 
-    def _write_shards(self, directory: Path, copies: Iterable[tuple], write: Callable[[Iterable], str]) -> str:
-        """Write what `_copy` returned for each part; rank 0 returns a message once the files of all ranks are there.
+    def _write_shards(
+        self, place: str, directory: Path, copies: Iterable[PartCopy], write: Callable[[Iterable], str]
+    ) -> str:
+        """Write the copies, and return a message for the user once the checkpoint is complete.
 
-        It calls no collective, as the main thread may train: the ranks tell each other through the store.
+        As the main thread may train, this calls no collective: the ranks tell each other through the store, under keys
+        that begin with `place`.
         """
         rank = self.mesh.rank
         size = self.mesh.world_size
-        place = f"checkpoint {self._n_saves}, rank {{}}".format
 
-        def write_own(name: str, own: Parts) -> list[tuple]:
-            return [write_shard(directory, SHARD.format(name, rank + 1, size), own)] if own else []
+        def write_own(part: PartCopy) -> list[tuple]:
+            return [write_shard(directory, SHARD.format(part.name, rank + 1, size), part.own)] if part.own else []
 
         def write_all() -> Iterator[tuple]:
             """Yield names and states of rank 0, and of files with parts of tensors, which every rank writes."""
-            tell(place(0))
-            for name, state, own in copies:
-                yield name, state
-                yield from write_own(name, own)
+            tell(f"{place} begins")
+            for part in copies:
+                yield part.name, part.state
+                yield from write_own(part)
             for other in range(1, size):
-                for name, facts in json.loads(wait_for(place(other))):
+                for name, facts in json.loads(wait_for(f"{place}, files of rank {other}")):
                     yield name, WrittenFile(facts)
 
         if rank == 0:
-            return write(write_all())
-        wait_for(place(0))  # the directory is there
-        written = [file for name, _, own in copies for file in write_own(name, own)]
-        tell(place(rank), json.dumps([(name, file.facts) for name, file in written]))
-        return ""
+            message = write(write_all())
+            tell(f"{place} is complete", message)
+            return message
+        wait_for(f"{place} begins")  # the directory is there
+        written = [file for part in copies for file in write_own(part)]
+        tell(f"{place}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
+        return wait_for(f"{place} is complete")
 
     def check(self) -> None:
         """Raise RunError if a save has failed while training went on, and log a save that is done."""
@@ -295,10 +311,15 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the files of this process are written."""
+        """Wait until the save that is being written is complete; raise RunError if it has failed."""
         if self._saving:
             saving, self._saving = self._saving, None
             self.log(saving.result())
+
+    def let_complete(self) -> None:
+        """Give the save that is being written time to become complete, before an error ends this process."""
+        if self._saving:
+            wait_for_any([self._saving], timeout=COMPLETION_SECS if self.mesh.world_size > 1 else None)
 
     def finish(self) -> None:
         """Wait on every process until rank 0 has written everything."""

@@ -10,7 +10,9 @@ dpo train. The rates of GPUs are assumed, unless --rates names a file: docs/dist
 
 import json
 import math
-from collections.abc import Iterator
+import shlex
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,23 @@ import numpy as np
 from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.system.plain_files import read_json
+from dpo.settings.places import check_exists
+from dpo.system.plain_files import has_form, read_json
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
-N_SHOWN = 5  # ways that fit, for each list of GPUs
-COLUMNS = "{:<44} {:>6} {:>8} {:>9} {:>6} {:>8}"
+DECIDED = (  # keys that are tried
+    "trainer", "world_size", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps",
+    "activation_checkpointing", "microbatch_size",
+)  # fmt: skip
+RATES_FORM = {
+    "memory_gb": (int, float),
+    "tflops": dict,
+    "memory_gb_per_s": (int, float),
+    "machine_gb_per_s": (int, float),
+    "network_gb_per_s": (int, float),
+    "gpus_per_machine": int,
+}
+COLUMNS = "{:<60} {:>6} {:>8} {:>9} {:>6} {:>8}"
 
 
 @command
@@ -37,153 +51,187 @@ def main(arguments: list[str]) -> None:
     options, settings = parser.parse_known_args(arguments)
 
     from dpo.data.preflight import load_data
-    from dpo.settings.command_line import check_command_line
+    from dpo.settings.command_line import check_command_line, parse_key
     from dpo.settings.plan import make_plan
-    from dpo.training.estimate import RATES, Rates
+    from dpo.training.estimate import RATES, Estimator
 
-    rates = RATES
-    if options.rates:
-        rates = {name: Rates(**values) for name, values in read_json(options.rates).items()}
+    rates = read_rates(options.rates) if options.rates else RATES
     clusters = [parse_gpus(text, rates) for text in options.gpus]
     measured = {}
+    n_here = 0
     if options.run:
         if settings:
             raise InputError(f"--run has settings already: leave out {' '.join(settings)}")
-        plan, measured = read_measured(options.run)
+        plan, n_here, measured = read_measured(options.run)
+        if wrong := [n for _, n in clusters if n != plan.dims.world_size]:
+            raise InputError(f"{options.run} has {plan.dims.world_size} processes: --gpus NAME:{wrong[0]} has others")
     else:
-        _, plan = check_command_line(["exp_name=estimate", "dry_run=true", "trainer=FSDPTrainer", *settings])
+        if typed := [text for text in settings if parse_key(text) in DECIDED]:
+            raise InputError(f"estimate tries {', '.join(DECIDED)}: leave out {' '.join(typed)}")
+        if not any(text.startswith("exp_name=") for text in settings):
+            settings.append("exp_name=estimate")
+        _, plan = check_command_line(["dry_run=true", "trainer=FSDPTrainer", *settings])
     if plan is None:
         raise InputError("estimate takes the settings of one run: no options of Hydra, and no sweep")
     if plan.quantized:
         raise InputError("lora=qlora is not estimated: set lora=lora")
+    if plan.online:
+        raise InputError("online=online is not estimated, as sampling takes most of its time: leave it out")
     data = load_data(plan, silent=True)
     found = []
     for name, n_gpus in clusters:
+        estimator = Estimator(plan, data, rates[name])
         ways = list_ways(plan, n_gpus, rates[name])
         if options.run:
-            gpus = min(n_gpus, rates[name].gpus_per_machine)
-            ways = [[make_plan(plan.values, world_size=n_gpus, gpus=gpus)]]
-        costs = [measure(way, data, rates[name]) for way in ways]
+            ways = iter([[make_plan(plan.values, world_size=n_gpus, gpus=n_here)]])
+        costs = [measure(way, estimator) for way in ways]
         costs.sort(key=lambda way: (way["lacking_gb"], way["seconds"]))
         found.append({"gpus": f"{name}:{n_gpus}", "updates": data.report.updates, "ways": costs, **measured})
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    for cluster in found:
-        show(cluster, settings)
+    for (name, n_gpus), cluster in zip(clusters, found, strict=True):
+        show(cluster, settings, n_machines=math.ceil(n_gpus / rates[name].gpus_per_machine))
 
 
-def read_measured(run_dir: Path) -> tuple[Any, dict]:
-    """Return the plan of a run, and what it measured: its peak of memory, and the median time of an update."""
-    from dpo.analysis.runs import read_run as read_logs
+def read_rates(path: Path) -> dict:
+    """Read the rates of GPUs; an entry may have some of those that are assumed for a GPU of its name."""
+    from dpo.training.estimate import RATES, Rates
+
+    check_exists(path)
+    entries = read_json(path)
+    if not isinstance(entries, Mapping):
+        raise InputError(f"--rates {path} must map names of GPUs to rates")
+    rates = {**RATES}
+    for name, entry in entries.items():
+        values = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
+        values |= entry if isinstance(entry, Mapping) else {"": None}
+        numbers = [value for key, value in values.items() if key != "tflops"]
+        if not has_form(values, RATES_FORM) or values.keys() != RATES_FORM.keys() or min(numbers) <= 0:
+            raise InputError(f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}")
+        rates[name.lower()] = Rates(**values)
+    return rates
+
+
+def read_measured(run_dir: Path) -> tuple[Any, int, dict]:
+    """Return the plan of a run, its GPUs in a machine, and its peak of memory and median time of an update."""
+    from dpo.analysis.runs import read_run
+    from dpo.settings.plan import make_plan
     from dpo.settings.validation import read_plan
 
-    plan = read_plan(run_dir / "config.yaml", prefixes=("",))
-    log = read_logs(run_dir).train
-    seconds = plan.data.batch_size / np.nanmedian(log["examples_per_second"])
-    return plan, {"measured": {"memory_gb": float(np.nanmax(log["memory/peak_gb"])), "seconds": float(seconds)}}
+    run = read_run(run_dir)
+    values = read_plan(run_dir / "config.yaml", prefixes=("",)).values
+    n_here = len(run.env.get("gpus", ()))
+    plan = make_plan(values, world_size=run.env.get("processes", 1), gpus=n_here)
+    seconds = plan.data.batch_size / np.nanmedian(run.train["examples_per_second"])
+    measured = {"memory_gb": float(np.nanmax(run.train["memory/peak_gb"])), "seconds": float(seconds)}
+    return plan, n_here, {"measured": measured}
 
 
-def parse_gpus(text: str, rates: dict) -> tuple[str, int]:
+def parse_gpus(text: str, rates: Mapping) -> tuple[str, int]:
     name, _, number = text.lower().partition(":")
     if name not in rates or not number.isdecimal() or int(number) < 1:
         raise InputError(f"--gpus {text} must be NAME:N, such as h100:8; NAME is one of {', '.join(rates)}")
     return name, int(number)
 
 
-def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list[Any]]:
-    """Yield plans that differ only in their number of backward passes, few first, for each way to divide the model."""
+def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
+    """Yield, for each way to divide the model, plans with one backward pass per update, with two, and so on."""
     from dpo.models.loading import find_model_config
     from dpo.parallel.tensor_parallel import check_tensor_parallel
     from dpo.settings.plan import make_plan
     from dpo.settings.validation import find_problems
 
-    per_machine = min(n_gpus, rates.gpus_per_machine)
-    divisions = [{"trainer": "FSDPTrainer"}]
-    if n_gpus > per_machine and n_gpus % per_machine == 0:
-        divisions.append({"trainer": "FSDPTrainer", "fsdp_shard_size": per_machine})
-    tensor_sizes = [size for size in (2, 4, 8) if size <= per_machine and n_gpus % size == 0]
-    divisions += [{"trainer": "TensorParallelTrainer", "tensor_parallel_size": size} for size in tensor_sizes]
+    n_here = min(n_gpus, rates.gpus_per_machine)
+    divisions: list[dict] = [{"trainer": "FSDPTrainer"}]
+    if n_gpus > n_here and n_gpus % n_here == 0:
+        divisions.append({"trainer": "FSDPTrainer", "fsdp_shard_size": n_here})
+    for size in (2, 4, 8):
+        if size <= n_here and n_gpus % size == 0:
+            divisions.append({"trainer": "TensorParallelTrainer", "tensor_parallel_size": size})
     config = find_model_config(plan)
     precision = {}
     if plan.model.autocast == "auto":  # these GPUs have bfloat16
-        precision = {"model.autocast": None, "model.fsdp_policy_mp": "bfloat16"}
+        precision = {"model.autocast": None, "model.fsdp_policy_mp": plan.model.fsdp_policy_mp or "bfloat16"}
     for division, is_checkpointed in product(divisions, (False, True)):
+        tensor_size = division.get("tensor_parallel_size", 1)
         try:
-            check_tensor_parallel(config, division.get("tensor_parallel_size", 1))
+            check_tensor_parallel(config, tensor_size)
         except InputError:  # the model cannot be cut in this way
             continue
-        largest = math.ceil(plan.data.batch_size * division.get("tensor_parallel_size", 1) / n_gpus)
-        passes = [2**i for i in range(largest.bit_length()) if 2**i < largest] + [largest]
-        values = {**plan.values, "world_size": n_gpus, "activation_checkpointing": is_checkpointed}
+        values = {**plan.values, **precision, **division, "activation_checkpointing": is_checkpointed}
+        most = math.ceil(plan.data.batch_size * tensor_size / n_gpus)  # examples of a process
         plans = [
-            make_plan(
-                {**values, **precision, **division, "gradient_accumulation_steps": n},
-                world_size=n_gpus,
-                gpus=per_machine,
-            )
-            for n in passes
+            make_plan({**values, "gradient_accumulation_steps": n}, world_size=n_gpus, gpus=n_here)
+            for n in (*(2**i for i in range(most.bit_length()) if 2**i < most), most)
         ]
         if not find_problems(plans[0]):
             yield plans
 
 
-def measure(plans: list[Any], data: Any, rates: Any) -> dict:
+def measure(plans: Sequence[Any], estimator: Any) -> dict:
     """Return the costs of the first plan that fits, or of the last one if none does."""
-    from dpo.training.estimate import estimate_memory, estimate_work, find_seconds
+    from dpo.training.estimate import find_seconds
 
-    usable_gb = USABLE * rates.memory_gb
-    for plan in plans[:-1]:
-        memory, notes = estimate_memory(plan, data, rates)
-        if memory.total() / 1e9 <= usable_gb:
-            break
-    else:
-        plan = plans[-1]
-        memory, notes = estimate_memory(plan, data, rates)
-    work = estimate_work(plan, data, rates)
-    seconds = find_seconds(plan, memory, work, rates)
-    keys = ("trainer", "fsdp_shard_size", "tensor_parallel_size")
-    settings = {key: plan.values[key] for key in keys if plan.values.get(key)}
-    settings["gradient_accumulation_steps"] = plan.n_microbatches
-    if plan.training.activation_checkpointing:
-        settings["activation_checkpointing"] = "true"
+    usable_gb = USABLE * estimator.rates.memory_gb
+    frozen = estimator.decide_frozen_weights(plans[0])
+    memories = {}
+
+    def fits(index: int) -> bool:
+        memories[index] = estimator.estimate_memory(plans[index], frozen)
+        return memories[index][0].total() / 1e9 <= usable_gb
+
+    last = len(plans) - 1
+    index = bisect_left(range(last), True, key=fits)  # memory falls with the number of passes
+    plan = plans[index]
+    memory, notes = memories.get(index) or estimator.estimate_memory(plan, frozen)
+    work = estimator.estimate_work(plan, frozen)
+    seconds = find_seconds(plan, work, estimator.rates)
+    keys = ("trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps")
     return {
-        "settings": [f"{key}={value}" for key, value in settings.items()],
+        "settings": {
+            **{key: plan.values[key] for key in keys if plan.values.get(key)},
+            "activation_checkpointing": plan.training.activation_checkpointing,
+        },
         "lacking_gb": max(0.0, memory.total() / 1e9 - usable_gb),
         "memory_gb": {purpose: n_bytes / 1e9 for purpose, n_bytes in memory.items()},
         "collectives": {key: {"calls": n, "gb": work.n_bytes[key] / 1e9} for key, n in sorted(work.calls.items())},
         "tflop": work.flops / 1e12,
         "seconds": seconds.total,
         "seconds_by_purpose": seconds._asdict(),
-        "hours": seconds.total * data.report.updates / 3600,
+        "hours": seconds.total * estimator.data.report.updates / 3600,
         "notes": [str(note) for note in notes],
     }
 
 
-def show(cluster: dict, settings: list[str]) -> None:
-    """Print a table of the ways that fit, with the command of the first, and then of those that do not."""
+def show(cluster: dict, typed: list[str], *, n_machines: int) -> None:
+    """Print a table of the ways, those that fit first, and the command of the first one."""
     ways = cluster["ways"]
-    fitting = [way for way in ways if not way["lacking_gb"]]
     print(f"\n{cluster['gpus']}, {count(cluster['updates'], 'update')}")
     print(COLUMNS.format("", "passes", "GB", "s/update", "waits", "hours"))
-    for way in [*fitting[:N_SHOWN], *ways[len(fitting) :]]:
-        *division, passes = [text for text in way["settings"] if not text.startswith("activation")]
-        checkpointing = " checkpointing" if len(way["settings"]) > len(division) + 1 else ""
-        name = " ".join(text.removeprefix("trainer=") for text in division) + checkpointing
+    for way in ways:
+        settings = way["settings"]
+        sizes = [f"{key}={n}" for key, n in settings.items() if key.endswith("_size")]
+        name = " ".join([settings["trainer"], *sizes])
+        if settings["activation_checkpointing"]:
+            name += " checkpointing"
         row = COLUMNS.format(
             name,
-            passes.partition("=")[2],
+            settings["gradient_accumulation_steps"],
             f"{sum(way['memory_gb'].values()):.1f}",
             f"{way['seconds']:.3g}",
             f"{way['seconds_by_purpose']['waiting'] / way['seconds']:.0%}",
             f"{way['hours']:.3g}",
         )
-        if way["lacking_gb"]:
-            row += f"  lacks {way['lacking_gb']:.1f} GB"
-        print(row)
+        lack = f"  lacks {way['lacking_gb']:.1f} GB" if way["lacking_gb"] else ""
+        print(row + lack)
     if measured := cluster.get("measured"):
         print(f"the run measured {measured['memory_gb']:.1f} GB and {measured['seconds']:.3g} s/update")
-    elif fitting:
-        print(f"the first: dpo train {' '.join([*settings, *fitting[0]['settings']])}")
-        for note in fitting[0]["notes"]:
-            print(note)
+    elif ways and not ways[0]["lacking_gb"]:
+        start = "dpo train"
+        if n_machines > 1:
+            start = f"NNODES={n_machines} NODE_RANK=... MASTER_ADDR=... scripts/run_distributed.sh"
+        chosen = [f"{key}={str(value).lower()}" for key, value in ways[0]["settings"].items() if key != "trainer"]
+        print(f"the first: {start} {shlex.join([*typed, 'trainer=' + ways[0]['settings']['trainer'], *chosen])}")
+    for note in {note: None for way in ways for note in way["notes"]}:
+        print(note)

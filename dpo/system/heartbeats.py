@@ -4,11 +4,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 BEATS_PER_TIMEOUT = 6
-ENDED = -(2**62)  # added to the count of a machine's heartbeats when it has done its work
 
 
 @contextmanager
@@ -17,42 +16,47 @@ def watching_machines(
 ) -> Iterator:
     """Watch the other machines inside the context; one process of each machine, which `writes`, writes its heartbeats.
 
-    `store` is the one through which the processes met. Once a machine has been silent for `timeout_secs`, or this
-    process did not run for as long, a thread calls `give_up(why)`, which must end the process.
+    `store` is the one through which the processes meet. A machine is watched from its first heartbeat on, until its
+    context ends without an error. Once it has been silent for `timeout_secs`, or this process did not run for as long,
+    a thread calls `give_up(why)`, which must end the process.
     """
     if n_machines == 1:
         yield
         return
-    keys = [f"heartbeats of machine {i}" for i in range(n_machines)]
-    heard_at = [time.monotonic()] * n_machines  # infinite once a machine has ended
+    beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
+    ends = [f"end of machine {i}" for i in range(n_machines)]
+    heard_at = [math.inf] * n_machines  # written by one thread and read by the other, an item at a time
     is_over = threading.Event()
     pause = timeout_secs / BEATS_PER_TIMEOUT
 
     def exchange(connection: Any) -> None:
-        """Write and read heartbeats. Calls of the store may never return, so another thread looks at the clock."""
+        """Write and read heartbeats. A call of the store may never return, so the other thread looks at the clock."""
         counts = [0] * n_machines
-        while not is_over.wait(pause):
-            try:
+        try:
+            while not is_over.wait(pause):
                 if writes:
-                    connection.add(keys[machine], 1)
-                now = list(map(int, connection.multi_get(keys)))
-            except RuntimeError:  # the process that serves the store has ended, which closes all connections
-                is_over.set()
-                return
-            for i in range(n_machines):
-                if now[i] != counts[i]:
-                    counts[i] = now[i]
-                    heard_at[i] = math.inf if now[i] < 0 else time.monotonic()
+                    connection.add(beats[machine], 1)
+                for i in range(n_machines):
+                    count = connection.add(beats[i], 0)  # unlike `get`, it does not wait for a first heartbeat
+                    if connection.check([ends[i]]):
+                        heard_at[i] = math.inf
+                    elif count != counts[i]:
+                        counts[i] = count
+                        heard_at[i] = time.monotonic()
+        except RuntimeError:  # the store has gone, with the process that served it: collectives fail, too
+            is_over.set()
 
     def watch() -> None:
         looked_at = time.monotonic()
         while not is_over.wait(pause):
             now = time.monotonic()
             if now - looked_at > timeout_secs:
-                give_up(f"this process did not run for {now - looked_at:.0f} s, so the others went on without it")
+                give_up(f"for {now - looked_at:.0f} s it did not run, or code in C held Python's lock")
             looked_at = now
             silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if silent:
+            if machine in silent:
+                give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
+            elif silent:
                 names = " and ".join(f"machine {i}" for i in silent)
                 give_up(f"no heartbeat of {names} for {timeout_secs:g} s (heartbeat_timeout_secs)")
 
@@ -61,6 +65,7 @@ def watching_machines(
     try:
         yield
         if writes:
-            store.add(keys[machine], ENDED)
+            with suppress(RuntimeError):  # the process that serves the store may have ended before
+                store.set(ends[machine], "")
     finally:
         is_over.set()

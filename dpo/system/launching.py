@@ -179,7 +179,7 @@ def init_distributed(
 
 
 def _run_in_group(
-    rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float, heartbeat_timeout_secs: float = 60
+    rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float, heartbeat_timeout_secs: float
 ) -> tuple[int, str]:
     """Join the group and run a worker; return its exit status, and a message on why it is not done, or ""."""
     with importing():
@@ -191,7 +191,7 @@ def _run_in_group(
     # tqdm's own lock is a semaphore of the system, of whose leak Python would warn after `end_process`
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
-    rank, world_size, local_rank, address, port, serves_store, machine, n_machines = rank_env
+    rank, world_size, local_rank, address, port, serves_store, *_ = rank_env
     timeout = timedelta(seconds=timeout_secs)
     status = DONE
     message = ""
@@ -205,22 +205,23 @@ def _run_in_group(
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-            init_distributed(
-                rank,
-                world_size,
-                backend=choose_backend(),
-                timeout=timeout,
-                store=store,
-                local_rank=local_rank,
-            )
         with watching_machines(
             store,
-            machine,
-            n_machines,
+            rank_env.machine,
+            rank_env.n_machines,
             writes=local_rank == 0,
             timeout_secs=heartbeat_timeout_secs,
             give_up=lambda why: end_process(f"rank {rank} ends: {why}\n", LOST_CONTACT),
         ):
+            with handling_signals(signal.SIG_DFL):
+                init_distributed(
+                    rank,
+                    world_size,
+                    backend=choose_backend(),
+                    timeout=timeout,
+                    store=store,
+                    local_rank=local_rank,
+                )
             try:
                 worker(rank, world_size, *args)
             except Stopped as stopped:  # all ranks stop, and one says so
@@ -272,7 +273,8 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.world_size)
-    status, message = _run_in_group(rank_env, worker, args, timeout_secs)
+    # A machine alone has no heartbeats.
+    status, message = _run_in_group(rank_env, worker, args, timeout_secs, heartbeat_timeout_secs=math.inf)
     # The parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB.
     pipe.send((status, redact(message)[-15_000:]))
     end_process("", status)

@@ -43,7 +43,11 @@ FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
 PROBLEMS = "data_problems.jsonl"  # records that have problems
 FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE, WARNINGS_FILE)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-FACT_TYPES = {"run": str, "seconds_before": (float, NoneType)}  # what is read from env.json
+FACT_TYPES = {
+    "run": str,
+    "seconds_before": (float, NoneType),
+    "microbatch_size": (int, NoneType),
+}  # what is read from env.json
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
@@ -82,8 +86,8 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
 def lock_run_dir(run_dir: Path) -> IO:
     """Create the directory if need be, and lock it while the returned file is open.
 
-    Raises InputError if another process holds the lock for longer than LOCK_SECS, unless it is of the same job of
-    torchrun: then it is on a machine that the job has lost, and whose lock may stay.
+    Raises InputError if another process holds the lock for longer than LOCK_SECS, unless it is of an earlier attempt of
+    the same torchrun job: a machine that the job has lost may keep its lock.
     """
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,6 +98,9 @@ def lock_run_dir(run_dir: Path) -> IO:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / LOCK)):  # another has replaced the file
+                file.close()
+                return lock_run_dir(run_dir)
             break
         except BlockingIOError as error:
             if time.monotonic() > deadline:
@@ -101,7 +108,7 @@ def lock_run_dir(run_dir: Path) -> IO:
                     file.seek(0)
                     holder = file.read(1000).strip()
                 if of_job and holder.endswith(of_job):
-                    print(f"the lock of {run_dir} was held by {holder}, on a machine that the job has lost")
+                    print(f"the lock of {run_dir} is taken from {holder}, which its job has given up")
                     (run_dir / LOCK).unlink()
                     return lock_run_dir(run_dir)
                 problem = f"local_run_dir={run_dir} is locked by {holder}"
@@ -135,7 +142,12 @@ def _explaining_errors(run_dir: Path) -> AbstractContextManager:
 
 
 def write_run_facts(
-    run_dir: Path, config: dict, *, processes: int = 1, former: tuple[str, float] | None = None
+    run_dir: Path,
+    config: dict,
+    *,
+    processes: int = 1,
+    microbatch_size: int | None = None,
+    former: tuple[str, float] | None = None,
 ) -> None:
     """Write `config.yaml`, without secrets, and the facts of a run that starts or is resumed, `env.json`.
 
@@ -169,6 +181,7 @@ def write_run_facts(
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
         "processes": processes,
+        "microbatch_size": microbatch_size,
         "started": timestamp(),
         "seconds_before": seconds_before,
         "git_commit": commit.removesuffix("-dirty") or None,

@@ -85,7 +85,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     """Call `act()` on rank 0 and, once it is done there, on all others; return this rank's result."""
     if not has_other_ranks():
         return act()
-    key = f"rank 0 at {_count_call(place)}"
+    key = f"rank 0 at {name_call(place)}"
     if dist.get_rank() > 0:
         wait_for(key)
         return act()
@@ -94,11 +94,13 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     return result
 
 
-def _count_call(place: str) -> str:
+def name_call(place: str) -> str:
     """Return the place with the number of this call, which makes the store's keys unique.
 
     Every rank gets the same number, as each counts its own calls and all ranks make all calls.
     """
+    if not has_other_ranks():
+        return place
     with asking_store() as store:
         return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
@@ -113,7 +115,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    place = _count_call("its machine's work")
+    place = name_call("its machine's work")
     # The first rank of each machine puts its result here.
     keys = {machine: f"rank {machines.index(machine)} at {place}" for machine in machines}
     if machines.index(machines[rank]) == rank:  # this is its machine's first rank
@@ -135,7 +137,7 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
     """
     if not has_other_ranks():
         return True
-    place = _count_call(place)
+    place = name_call(place)
     default_store().set(f"rank {dist.get_rank()} at {place}", "")
     if patience_secs:
         try:

@@ -5,6 +5,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, WarningLine, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
-from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, PaddedRows, SharedPrefix, layout_by_rules
+from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, Padded, PaddedRows, SharedPrefix, layout_by_rules
 from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
@@ -48,20 +50,34 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
 
     The prediction is too high under tensor parallelism.
     """
-    memory, notes = count_all(plan, data, decide_frozen_weights(plan))
+    memory, notes = count_all(plan, data, read_batches(plan, data), decide_frozen_weights(plan))
     return find_peak(plan, memory), notes
 
 
+def read_batches(plan: Plan, data: TrainingData) -> list[list[Example]]:
+    """Read the examples of the first batches; there are none if pairs are drawn."""
+    if plan.online:
+        return []
+    return [batch.examples for batch in islice(Batches(plan, data, Padded()).train(), N_SEARCHED_BATCHES)]
+
+
 def count_all(
-    plan: Plan, data: TrainingData, frozen: str | None, n_blocks: int | None = None
+    plan: Plan,
+    data: TrainingData,
+    batches: list[list[Example]],
+    frozen: str | None,
+    n_blocks: int | None = None,
 ) -> tuple[Bytes, list[str]]:
-    """Count the bytes of all purposes, of a model with `n_blocks` blocks if that is given, and return notes."""
+    """Count the bytes of all purposes, of a model with `n_blocks` blocks if that is given, and return notes.
+
+    `batches` are those of `read_batches`.
+    """
     policy = make_policy_structure(plan, n_blocks)
     memory = count_held(plan, policy, frozen)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
         layout.alignment = GPU_ALIGNMENT
-    microbatch = find_largest_microbatch(plan, data, layout)
+    microbatch = find_largest_microbatch(plan, data, batches, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
     return memory, notes
@@ -158,17 +174,17 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     return copy + n_logits // n_chunks * itemsize
 
 
-def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
-    """Return the microbatch with the most tokens of the first batches; of an online run, one made of placeholders."""
+def find_largest_microbatch(plan: Plan, data: TrainingData, batches: list[list[Example]], layout: Layout) -> Microbatch:
+    """Return the microbatch of these batches with the most tokens; of an online run, one made of placeholders."""
     if plan.online:  # the longest answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / (plan.n_microbatches * plan.dims.data_size))
         prompts = [make_prompt_example(prompt, data, plan) for prompt in pick_training_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout)  # those of rank 0; other processes have microbatches of about the same size
-    microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
-    return max(microbatches, key=lambda part: part.n_tokens)
+    # Those of rank 0; other processes have microbatches of about the same size.
+    split = partial(layout.split, parts=plan.n_microbatches, size=plan.dims.data_size)
+    return max((part for examples in batches for part in split(examples)), key=lambda part: part.n_tokens)
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:

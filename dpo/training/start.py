@@ -123,11 +123,14 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     batch_size, n_parts = plan.data.batch_size, plan.n_microbatches * plan.dims.data_size
     if batch_size % n_parts:
         sizes = f"{batch_size // n_parts} or {batch_size // n_parts + 1}"
-        notes.append(f"batch_size={batch_size} is split unevenly over {n_parts} backward passes, of {sizes} examples")
+        notes.append(
+            f"batch_size={batch_size} is split unevenly over {n_parts} backward passes of all processes, of about "
+            f"{sizes} examples"
+        )
     elif plan.n_microbatches > plan.data.gradient_accumulation_steps:
         size = count(batch_size // n_parts, "example")
         notes.append(
-            f"{plan.n_microbatches} backward passes per update, of {size} in each process "
+            f"{plan.n_microbatches} backward passes of each process per update, of about {size} "
             f"(microbatch_size={plan.data.microbatch_size})"
         )
     notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)

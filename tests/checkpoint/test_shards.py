@@ -102,8 +102,8 @@ def test_without_memory_for_a_copy_training_waits_and_a_line_says_so(checkpoints
     monkeypatch.setattr(saver, "host_memory", lambda: (100, 35))
     save(checkpoints, 8)
     assert (tmp_path / "step-8").exists()
-    assert (
-        printed() == f"saved {tmp_path}/step-8; training waited, as copies take 3.6e-08 GB of memory on each machine\n"
+    assert printed() == (
+        f"saved {tmp_path}/step-8\ntraining waited for it, as copies take 3.6e-08 GB of memory on each machine\n"
     )
 
 

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpo.data.preflight import load_data
 from dpo.parallel.collectives import CollectiveCounter
 from dpo.settings.plan import resolve
-from dpo.training import estimate
-from dpo.training.estimate import RATES, estimate_memory, estimate_work, find_median_batch
+from dpo.training.estimate import RATES, Estimator, find_batch
 from trainers import Trainer
 
 FSDP = "trainer=FSDPTrainer world_size=2"
@@ -29,6 +28,7 @@ WAYS = [
     slow(CUT),
     slow(BOTH),
     slow(f"{FSDP} lora=lora"),
+    slow(f"{FSDP} cache_reference_logps=all"),
     slow(f"{CUT} lora=lora lora.reference=model"),
     slow(f"{FSDP} loss=kto unpair=true"),
     slow(f"{CUT} loss=aot loss.beta=0.1"),
@@ -44,7 +44,10 @@ def resolve_settings(rows, run_dir):
 def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
     plan = resolve(config, world_size=world_size)
     trainer = Trainer(plan, load_data(plan, silent=True), None, rank=rank)
-    batch = find_median_batch(trainer.batches)
+    batch = find_batch(trainer.batches, 0)
+    if plan.caches_reference_first:
+        trainer.objective.cache_reference(trainer.batches.train(), folder=str(file.parent))
+        batch = next(trainer.batches.train())
     counter, flops = CollectiveCounter(trainer.mesh), FlopCounterMode(display=False)
     with counter, flops:
         trainer.train_step(batch)
@@ -58,7 +61,10 @@ def test_an_updates_collectives_and_operations_are_those_of_a_run(settings, reso
     plan = resolve(config)
     launch(count_in_a_run, plan.dims.world_size, config, tmp_path / "counted", process_group=True)
     calls, n_bytes, flops = json.loads((tmp_path / "counted").read_text())
-    work = estimate_work(plan, load_data(plan, silent=True), RATES["h100"])
+    data = load_data(plan, silent=True)
+    estimator = Estimator(plan, data, RATES["h100"])
+    estimator.batches = estimator.batches[:1]
+    work = estimator.estimate_work(plan, estimator.decide_frozen_weights(plan))
     assert work.calls == calls
     assert work.n_bytes == n_bytes
     # In bfloat16 a CPU has its own attention, which computes parts twice.
@@ -66,13 +72,16 @@ def test_an_updates_collectives_and_operations_are_those_of_a_run(settings, reso
 
 
 @pytest.mark.parametrize("settings", [FSDP, slow(BOTH), slow(f"{FSDP} activation_checkpointing=true lora=lora")])
-def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, monkeypatch, tmp_path):
+def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, tmp_path):
     transformers.AutoConfig.from_pretrained(TINY, num_hidden_layers=8).save_pretrained(tmp_path / "model")
     own = f"model.name_or_path={tmp_path}/model model.tokenizer_name_or_path={TINY} model.random_init=true"
     plan = resolve(resolve_settings(f"{settings} {own}"))
     data = load_data(plan, silent=True)
-    found = estimate_work(plan, data, RATES["h100"]), estimate_memory(plan, data, RATES["h100"])
-    monkeypatch.setattr(estimate, "LARGE", 8)  # all blocks are counted
-    work, (memory, _) = estimate_work(plan, data, RATES["h100"]), estimate_memory(plan, data, RATES["h100"])
-    assert found[0] == work
-    assert found[1][0] == pytest.approx(memory, rel=0.05)
+    found = Estimator(plan, data, RATES["h100"])
+    assert found.counted == [2, 4]
+    whole = Estimator(plan, data, RATES["h100"])
+    whole.counted = [8]
+    frozen = found.decide_frozen_weights(plan)
+    assert found.estimate_work(plan, frozen) == whole.estimate_work(plan, frozen)
+    memory, _ = found.estimate_memory(plan, frozen)
+    assert memory == pytest.approx(whole.estimate_memory(plan, frozen)[0], rel=0.05)
