@@ -53,9 +53,7 @@ class Trainer(TrainerParts):
 
     @property
     def reference_model(self) -> nn.Module | None:
-        """The separate reference model; None without one, or once it was freed as all examples are cached."""
-        reference = self.objective.reference
-        return reference.model if reference and reference.model is not self.policy else None
+        return self.objective.separate_reference
 
     @cached_property
     def train_iterator(self) -> Iterator:

@@ -38,6 +38,7 @@ def distribute(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     frozen_whole: bool = False,
+    receive: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Any:
     """Distribute rank 0's weights in place, one FSDP unit per transformer block, and return the model.
 
@@ -45,40 +46,10 @@ def distribute(
     one, so that a process never holds more than its shards and one unit. Forward and backward passes compute in
     `compute_dtype`, and gradients are summed in `reduce_dtype`. With `reshard_after_forward`, a block is gathered again
     for its backward pass. With `frozen_whole`, FSDP does not shard parameters that are not trained: a process has them
-    whole, or its slices along `tensor`, in `compute_dtype`. Raises InputError for a model without blocks.
+    whole, or its slices along `tensor`, in `compute_dtype`. `receive(name, tensor)` may return other values than rank
+    0's. Raises InputError for a model without blocks.
     """
-    check_alike(describe_structure(model))
-    # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
-    specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
-
-    def receive(name: str, tensor: Tensor) -> Tensor:
-        return broadcast(read_weight(tensor), specs[name], mesh)
-
-    return divide(
-        model,
-        mesh,
-        receive,
-        block_name=block_name,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-        frozen_whole=frozen_whole,
-    )
-
-
-def divide(
-    model: Any,
-    mesh: Mesh,
-    receive: Callable[[str, Tensor], Tensor],
-    *,
-    block_name: str | None,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
-    frozen_whole: bool,
-) -> Any:
-    """Divide a model's tensors over the processes as `distribute` does, after `receive(name, tensor)` on each."""
+    receive = receive or _make_receiver(model, mesh)
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # A single tensor-parallel group that computes in the weights' own dtype does not need FSDP.
@@ -123,6 +94,15 @@ def divide(
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
+
+
+def _make_receiver(model: Any, mesh: Mesh) -> Callable[[str, Tensor], Tensor]:
+    """Return a function that broadcasts a tensor of rank 0's model by its name; every process must call it alike."""
+    check_alike(describe_structure(model))
+    # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
+    specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
+    return lambda name, tensor: broadcast(read_weight(tensor), specs[name], mesh)
 
 
 def list_ties(model: nn.Module) -> dict[str, str]:

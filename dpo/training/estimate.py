@@ -25,12 +25,13 @@ from dpo.models.loading import make_policy_structure, make_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
 from dpo.parallel.collectives import CollectiveCounter, fake_processes
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import clip_gradient, divide, find_blocks, step_optimizer
+from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
 from dpo.training.memory import Bytes, count_all, decide_frozen_weights, find_peak, read_batches
 from dpo.training.objective import MicrobatchMetrics, Objective, Reduced
 from dpo.training.optimization import count_states, make_optimizer
+from dpo.training.parts import place
 from dpo.training.reference import Reference, ReferenceLogps
 
 SMALL, LARGE = 2, 4  # blocks of the models that are counted: two more blocks cost as much as two of these
@@ -120,35 +121,27 @@ def simulate(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def place(model: Any, compute_dtype: str) -> Any:
-        def receive(_: str, tensor: Tensor) -> Tensor:
-            with fake:
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    def receive(_: str, tensor: Tensor) -> Tensor:
+        with fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
+    def place_fake(model: Any, compute_dtype: str) -> Any:
         use_plain_attention(model)
-        return divide(
-            model,
-            mesh,
-            receive,
-            block_name=plan.model.block_name,
-            compute_dtype=DTYPES[compute_dtype],
-            reduce_dtype=DTYPES[plan.fsdp.fsdp_reduce_dtype],
-            reshard_after_forward=plan.fsdp.fsdp_reshard_after_forward,
-            frozen_whole=frozen == "whole",
-        )
+        is_whole = frozen == "whole"
+        return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 
     policy = make_policy_structure(plan, n_blocks)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    policy = place(policy, plan.compute_dtype)
+    policy = place_fake(policy, plan.compute_dtype)
     is_cached = plan.caches_reference_first
     logps = ReferenceLogps(plan.data.batch_size, len(plan.loss.reference_columns))
     logps.table.fill(0)
     reference = Reference(None, None, logps)
     if plan.reference == "model" and not is_cached:
         structure = make_structure(plan, plan.reference_dtype, n_blocks).eval().requires_grad_(False)
-        reference = Reference(place(structure, plan.reference_dtype), None, logps)
+        reference = Reference(place_fake(structure, plan.reference_dtype), None, logps)
     elif plan.reference in ("base", "adapter"):
         in_use = make_adapter_context(policy, REFERENCE if plan.reference == "adapter" else None)
         reference = Reference(policy, None, logps, in_use)

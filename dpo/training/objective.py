@@ -180,6 +180,11 @@ class Objective:
     def __post_init__(self):
         self.device = next(self.policy.parameters()).device
 
+    @property
+    def separate_reference(self) -> nn.Module | None:
+        """The reference model, unless it is the policy's module, or was freed as all examples are cached."""
+        return self.reference.model if self.reference and self.reference.model is not self.policy else None
+
     def state_dict(self) -> dict:
         # A resumed run could not find out whether models are equal: those that differ may be equal once the policy is
         # rounded to the reference's dtype.
@@ -306,8 +311,7 @@ class Objective:
             del microbatch, losses  # inputs and graph are freed before the next microbatch is run
             show(i, n_microbatches, "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
-        if self.reference and self.reference.model is not self.policy:
-            release_gathered(self.reference.model)
+        release_gathered(self.separate_reference)
         return metrics
 
     def losses(self, microbatch: Microbatch, context: BatchContext, *, split: str) -> tuple[Tensor, NamedTensors]:

@@ -1,5 +1,6 @@
 """What a trainer is made of: models, batches, checkpoints and the rest."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,18 @@ def agree_on_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     return frozen == "whole"
 
 
-def place(plan: Plan, model: Any, mesh: Mesh, *, frozen_whole: bool, compute_dtype: str) -> Any:
+def place(
+    plan: Plan,
+    model: Any,
+    mesh: Mesh,
+    *,
+    frozen_whole: bool,
+    compute_dtype: str,
+    receive: Callable | None = None,
+) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one, as the plan says; return it.
 
-    `frozen_whole` and `compute_dtype`, a name in `DTYPES`, are for several processes (`distribute`).
+    `frozen_whole`, `compute_dtype`, a name in `DTYPES`, and `receive` are for several processes (`distribute`).
     """
     if plan.trainer.multi_process:
         return distribute(
@@ -183,6 +192,7 @@ def place(plan: Plan, model: Any, mesh: Mesh, *, frozen_whole: bool, compute_dty
             reduce_dtype=DTYPES[plan.fsdp.fsdp_reduce_dtype],
             reshard_after_forward=plan.fsdp.fsdp_reshard_after_forward,
             frozen_whole=frozen_whole,
+            receive=receive,
         )
     if plan.trainer.cuts_layers:
         n_slices = plan.run.tensor_parallel_size or plan.gpus

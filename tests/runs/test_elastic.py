@@ -63,8 +63,7 @@ def count_updates(run_dir: Path) -> int:
     return len(list_updates(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(("index", "number"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)], ids=["stopped", "killed"])
 def test_a_run_goes_on_without_a_machine_that_is_lost(index, number, start, whole, run_dir):
     job = start()
     wait_until(lambda: count_updates(run_dir) > 4, 90)
@@ -73,9 +72,8 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(index, number, start, whol
     assert_alike(run_dir, whole)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_machines_that_are_lost_and_come_back_change_nothing(seed, start, whole, run_dir):
-    rng = random.Random(seed)
+def test_machines_that_are_lost_and_come_back_change_nothing(start, whole, run_dir):
+    rng = random.Random(0)
     job = start()
     for _ in range(5):
         n_before = count_updates(run_dir)
@@ -97,7 +95,7 @@ def test_a_machine_that_gets_its_power_back_writes_nothing_more(start, whole, ru
     wait_until(lambda: count_updates(run_dir) > 8, 90)
     job.signal(stopped, signal.SIGCONT)  # torchrun starts its process again, which joins the others
     job.wait()
-    assert "this process did not run for" in job.log.read_text()
+    assert re.search(r"rank \d ends: for \d+ s it did not run", job.log.read_text())
     assert_alike(run_dir, whole)
 
 
