@@ -105,6 +105,7 @@ OTHER_VALUES = {  # of the fields of the data and chat sections
     "batch_size": 2,
     "eval_batch_size": 2,
     "gradient_accumulation_steps": 2,
+    "microbatch_size": 1,
     "max_length": 63,
     "max_prompt_length": 31,
     "truncation": "drop",
