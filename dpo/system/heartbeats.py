@@ -33,7 +33,7 @@ def watching_machines(
         """Write and read heartbeats. A call of the store may never return, so the other thread looks at the clock."""
         counts = [0] * n_machines
         try:
-            while not is_over.wait(pause):
+            while not is_over.is_set():
                 if writes:
                     connection.add(beats[machine], 1)
                 for i in range(n_machines):
@@ -43,6 +43,7 @@ def watching_machines(
                     elif count != counts[i]:
                         counts[i] = count
                         heard_at[i] = time.monotonic()
+                is_over.wait(pause)
         except RuntimeError:  # the store has gone, with the process that served it: collectives fail, too
             is_over.set()
 
