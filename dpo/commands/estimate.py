@@ -30,14 +30,16 @@ DECIDED = (  # keys that are tried
     "trainer", "world_size", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps",
     "activation_checkpointing", "microbatch_size",
 )  # fmt: skip
+NUMBER = (int, float)
 RATES_FORM = {
-    "memory_gb": (int, float),
+    "memory_gb": NUMBER,
     "tflops": dict,
-    "memory_gb_per_s": (int, float),
-    "machine_gb_per_s": (int, float),
-    "network_gb_per_s": (int, float),
+    "memory_gb_per_s": NUMBER,
+    "machine_gb_per_s": NUMBER,
+    "network_gb_per_s": NUMBER,
     "gpus_per_machine": int,
 }
+TFLOPS_FORM = {"bfloat16": NUMBER, "float16": NUMBER, "float32": NUMBER}
 COLUMNS = "{:<60} {:>6} {:>8} {:>9} {:>6} {:>8}"
 
 
@@ -49,6 +51,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--run", type=Path, help="a run, whose processes used the GPUs")
     parser.add_argument("--json", action="store_true", help="print all ways as JSON")
     options, settings = parser.parse_known_args(arguments)
+    if unknown := [text for text in settings if text.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
     from dpo.data.preflight import load_data
     from dpo.settings.command_line import check_command_line, parse_key
@@ -63,6 +67,10 @@ def main(arguments: list[str]) -> None:
         if settings:
             raise InputError(f"--run has settings already: leave out {' '.join(settings)}")
         plan, n_here, measured = read_measured(options.run)
+        if not plan.trainer.multi_process:
+            raise InputError(
+                f"{options.run} is a run of trainer={plan.trainer.name}: estimates are for several processes"
+            )
         if wrong := [n for _, n in clusters if n != plan.dims.world_size]:
             raise InputError(f"{options.run} has {plan.dims.world_size} processes: --gpus NAME:{wrong[0]} has others")
     else:
@@ -71,8 +79,7 @@ def main(arguments: list[str]) -> None:
         if not any(text.startswith("exp_name=") for text in settings):
             settings.append("exp_name=estimate")
         _, plan = check_command_line(["dry_run=true", "trainer=FSDPTrainer", *settings])
-    if plan is None:
-        raise InputError("estimate takes the settings of one run: no options of Hydra, and no sweep")
+    assert plan, "there is a plan unless Hydra gets options"
     if plan.quantized:
         raise InputError("lora=qlora is not estimated: set lora=lora")
     if plan.online:
@@ -100,15 +107,21 @@ def read_rates(path: Path) -> dict:
 
     check_exists(path)
     entries = read_json(path)
-    if not isinstance(entries, Mapping):
-        raise InputError(f"--rates {path} must map names of GPUs to rates")
+    if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
+        raise InputError(f"--rates {path} must map names of GPUs to mappings of rates")
     rates = {**RATES}
     for name, entry in entries.items():
-        values = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
-        values |= entry if isinstance(entry, Mapping) else {"": None}
-        numbers = [value for key, value in values.items() if key != "tflops"]
-        if not has_form(values, RATES_FORM) or values.keys() != RATES_FORM.keys() or min(numbers) <= 0:
-            raise InputError(f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}")
+        assumed = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
+        values = {**assumed, **entry}
+        has_all = values.keys() == RATES_FORM.keys() and has_form(values, RATES_FORM)
+        numbers = [0]
+        if has_all and has_form(values["tflops"], TFLOPS_FORM):
+            numbers = [*values["tflops"].values(), *(value for key, value in values.items() if key != "tflops")]
+        if min(numbers) <= 0:
+            raise InputError(
+                f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}, with tflops for "
+                f"{', '.join(TFLOPS_FORM)}"
+            )
         rates[name.lower()] = Rates(**values)
     return rates
 

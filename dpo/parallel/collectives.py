@@ -32,7 +32,7 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.axes = mesh.name_groups()
         self.calls: Counter[str] = Counter()
-        self.n_bytes: Counter[str] = Counter()  # of the tensors that are gathered, reduced or scattered, whole
+        self.n_bytes: Counter[str] = Counter()  # bytes of the whole tensors that are gathered, reduced or scattered
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:

@@ -41,11 +41,10 @@ class Mesh:
             self.device_mesh = init_device_mesh(
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )
-            if dist.get_backend() == "fake":  # of `dpo.training.estimate`: it has no timeouts
-                return
-            # Subgroups do not inherit the timeout of the default group.
-            for group in self.device_mesh.get_all_groups():
-                _set_pg_timeout(timedelta(seconds=timeout_secs), group)
+            if dist.get_backend() != "fake":  # which `dpo estimate` uses, and which has no timeouts
+                # Subgroups do not inherit the timeout of the default group.
+                for group in self.device_mesh.get_all_groups():
+                    _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def name_groups(self) -> dict[str, str]:
         """Map the names of process groups to axes of the mesh, and that of all processes to `all`."""

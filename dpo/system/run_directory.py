@@ -43,11 +43,8 @@ FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
 PROBLEMS = "data_problems.jsonl"  # records that have problems
 FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE, WARNINGS_FILE)
 FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-FACT_TYPES = {
-    "run": str,
-    "seconds_before": (float, NoneType),
-    "microbatch_size": (int, NoneType),
-}  # what is read from env.json
+# What is read from env.json.
+FACT_TYPES = {"run": str, "seconds_before": (float, NoneType), "microbatch_size": (int, NoneType)}
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 

@@ -90,7 +90,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
         wait_for(key)
         return act()
     result = act()
-    default_store().set(key, "")  # lets the other ranks go on
+    tell(key)  # lets the other ranks go on
     return result
 
 
@@ -138,7 +138,7 @@ def all_arrive(place: str, *, patience_secs: float) -> bool:
     if not has_other_ranks():
         return True
     place = name_call(place)
-    default_store().set(f"rank {dist.get_rank()} at {place}", "")
+    tell(f"rank {dist.get_rank()} at {place}")
     if patience_secs:
         try:
             for other in range(dist.get_world_size()):

@@ -36,7 +36,7 @@ from dpo.training.reference import Reference, ReferenceLogps
 
 SMALL, LARGE = 2, 4  # blocks of the models that are counted: two more blocks cost as much as two of these
 PLAIN_ATTENTION = "plain_sdpa"
-LATENCY_SECS = 20e-6  # of a collective
+LATENCY_SECS = 20e-6  # what a collective takes beside sending
 
 
 class Rates(NamedTuple):
@@ -63,9 +63,9 @@ class Work(NamedTuple):
     """What a process does in an update: its collectives by axis of the mesh and kind, such as `shard all_gather`."""
 
     calls: Counter[str]
-    n_bytes: Counter[str]  # of the tensors that are gathered, reduced or scattered, whole
+    n_bytes: Counter[str]  # bytes of the whole tensors that are gathered, reduced or scattered
     flops: int  # floating-point operations of matrix products and attention
-    trained_bytes: int  # of the weights that the optimizer of this process updates
+    trained_bytes: int  # bytes of the weights that this process's optimizer updates
 
 
 class Estimator:
@@ -91,7 +91,7 @@ class Estimator:
         found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
         notes = found[0][1]
         if plan.dims.tensor_size > 1:
-            notes.append("memory is too high, as activations and logits are not divided by tensor_parallel_size")
+            notes.append("the memory of TensorParallelTrainer is too high: activations are not divided by its size")
         return find_peak(plan, self.extrapolate([memory for memory, _ in found])), notes
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:

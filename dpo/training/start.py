@@ -120,19 +120,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
-    batch_size, n_parts = plan.data.batch_size, plan.n_microbatches * plan.dims.data_size
-    if batch_size % n_parts:
-        sizes = f"{batch_size // n_parts} or {batch_size // n_parts + 1}"
-        notes.append(
-            f"batch_size={batch_size} is split unevenly over {n_parts} backward passes of all processes, of about "
-            f"{sizes} examples"
-        )
-    elif plan.n_microbatches > plan.data.gradient_accumulation_steps:
-        size = count(batch_size // n_parts, "example")
-        notes.append(
-            f"{plan.n_microbatches} backward passes of each process per update, of about {size} "
-            f"(microbatch_size={plan.data.microbatch_size})"
-        )
+    notes += describe_microbatches(plan)
     notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
@@ -142,6 +130,21 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     if is_first:
         notes.append(list_first_tasks(plan))
     return notes
+
+
+def describe_microbatches(plan: Plan) -> list[str]:
+    """Return a line if microbatches differ in size, or if there are more than gradient_accumulation_steps."""
+    batch_size = plan.data.batch_size
+    n_parts = plan.n_microbatches * plan.dims.data_size
+    if batch_size % n_parts:
+        sizes = f"{batch_size // n_parts} or {batch_size // n_parts + 1}"
+        passes = f"{n_parts} backward passes of all processes"
+        return [f"batch_size={batch_size} is split unevenly over {passes}, of about {sizes} examples"]
+    if plan.n_microbatches == plan.data.gradient_accumulation_steps:
+        return []
+    size = count(batch_size // n_parts, "example")
+    passes = f"{plan.n_microbatches} backward passes of each process per update"
+    return [f"{passes}, of about {size} (microbatch_size={plan.data.microbatch_size})"]
 
 
 def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:

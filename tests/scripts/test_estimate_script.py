@@ -61,6 +61,17 @@ def test_a_run_is_compared_with_what_it_measured(finished, capsys):
     assert re.search(r"the run measured \d\.\d GB and \S+ s/update", capsys.readouterr().out)
 
 
+def test_a_run_of_one_process_is_refused(finished, capsys):
+    assert main(["--run", str(finished("n_examples=8")), "--gpus", "h100:1"]) == 2
+    assert "is a run of trainer=BasicTrainer: estimates are for several processes" in capsys.readouterr().err
+
+
+def test_an_option_with_a_typo_is_refused_with_the_options_that_there_are(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--gpus", "h100:8", "--jsn"])
+    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -80,7 +91,15 @@ def test_what_it_cannot_estimate_is_refused(arguments, problem, capsys):
 
 @pytest.mark.parametrize(
     "rates",
-    ["[]", '{"mine": 5}', '{"mine": {"memory_gb": 80}}', '{"h100": {"memory_gb": "80"}}', '{"h100": {"memory_gb": 0}}'],
+    [
+        '{"h100": {"tflops": {"bfloat16": 400}}}',
+        '{"h100": {"memory_bg": 80}}',
+        "[]",
+        '{"mine": 5}',
+        '{"mine": {"memory_gb": 80}}',
+        '{"h100": {"memory_gb": "80"}}',
+        '{"h100": {"memory_gb": 0}}',
+    ],
 )
 def test_rates_that_are_not_are_refused(rates, tmp_path, capsys):
     (tmp_path / "rates.json").write_text(rates)

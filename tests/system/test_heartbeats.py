@@ -1,6 +1,7 @@
 """Machines that go silent are noticed, and those that have ended are not missed."""
 
 import re
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -54,5 +55,8 @@ def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, mo
 
 
 def test_a_machine_alone_is_not_watched(watch):
+    before = threading.active_count()
     with watch(0, [], n_machines=1):
-        pass
+        assert threading.active_count() == before
+    with watch(0, []):
+        assert threading.active_count() == before + 2
