@@ -5,6 +5,7 @@ before imports or of spawned workers needs real processes.
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +27,7 @@ import torch
 from dpo.system import launching
 
 ROOT = Path(__file__).resolve().parents[2]
+STACKS = signal.SIGRTMIN  # a forked process that gets it writes the stacks of its threads to its standard error
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -87,9 +90,19 @@ class Python:
     def wait(self, timeout: float = 120) -> int:
         self._process.join(timeout)
         if self.returncode is None:
+            self._print_stacks()
             self.kill()
             raise subprocess.TimeoutExpired(self.args, timeout, self._out.read_bytes(), self._err.read_bytes())
         return self.returncode
+
+    def _print_stacks(self) -> None:
+        """Print what the process and its descendants have written, and where each of their threads is."""
+        pids = [self.pid]
+        for pid in pids:
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            os.kill(pid, STACKS)
+            time.sleep(0.5)  # so that no two write at once
+        print(self.text, self._err.read_text(errors="replace"), sep="\n", file=sys.stderr)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for the end, and return all output and all errors."""
@@ -144,6 +157,7 @@ def _main(
     for number, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, appending), (err, appending))):
         os.dup2(os.open(path, flags), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
+    faulthandler.register(STACKS)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
