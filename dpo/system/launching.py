@@ -69,9 +69,9 @@ def launch(
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr)
         end_process("", status)
     elif process_group:
-        if port:
-            check_port("fsdp_port", port)
-        _spawn(worker, world_size, args, port=port or get_open_port(), timeout_secs=timeout_secs)
+        # Listen from now on: another run could take a port that is only chosen here, and the two would meet.
+        with listen("fsdp_port", port or 0) as listener:
+            _spawn(worker, world_size, args, listener, timeout_secs)
     else:
         keep_freed_memory()
         worker(0, 1, *args)
@@ -89,6 +89,7 @@ class RankEnv(NamedTuple):
     serves_store: bool = False  # whether this process serves the rendezvous store
     machine: int = 0
     n_machines: int = 1
+    listener: socket.socket | None = None  # listens at `port` already, for the process that serves the store
 
 
 def find_rank_env() -> RankEnv | None:
@@ -140,10 +141,10 @@ def get_open_port() -> int:
         return server.getsockname()[1]
 
 
-def check_port(name: str, port: int) -> None:
-    """Raise InputError for a port that another program has, before other ranks wait there."""
+def listen(name: str, port: int) -> socket.socket:
+    """Listen at a port, 0 for any that is free; raise InputError, with the setting's name, if another program does."""
     with explaining(OSError, lambda why: InputError(f"{name}={port} cannot be used: {why}; choose another port")):
-        socket.create_server(("", port)).close()
+        return socket.create_server(("", port))
 
 
 def choose_backend() -> str:
@@ -191,16 +192,23 @@ def _run_in_group(
     # tqdm's own lock is a semaphore of the system, of whose leak Python would warn after `end_process`
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
-    rank, world_size, local_rank, address, port, serves_store, *_ = rank_env
+    rank, world_size, local_rank, address, port, serves_store, *_, listener = rank_env
     timeout = timedelta(seconds=timeout_secs)
     status = DONE
     message = ""
     try:
-        if serves_store:
-            check_port("MASTER_PORT", port)
+        if serves_store and not listener:
+            listen("MASTER_PORT", port).close()  # the store would say less if another program had it
         # Let a stop signal kill this process, as no Python handler could run during the calls below.
         with handling_signals(signal.SIG_DFL):
-            server = dist.TCPStore(address, port, is_master=serves_store, wait_for_workers=False, timeout=timeout)
+            server = dist.TCPStore(
+                address,
+                port,
+                is_master=serves_store,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listener.detach() if listener else None,
+            )
             store = server
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
@@ -283,8 +291,12 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 # --- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def _spawn(worker: Callable, world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
-    """Start workers, and return when all are done, or raise why they are not; leave none behind."""
+def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.socket, timeout_secs: float) -> None:
+    """Start workers, and return when all are done, or raise why they are not; leave none behind.
+
+    The workers meet at the port where `listener` listens.
+    """
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank
     pipes = []  # by rank; a worker sends how its work ended
@@ -301,7 +313,16 @@ def _spawn(worker: Callable, world_size: int, args: tuple, *, port: int, timeout
     try:
         with on_stop_signals(forward):
             for rank in range(world_size):
-                rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port, serves_store=rank == 0)
+                is_first = rank == 0
+                rank_env = RankEnv(
+                    rank,
+                    world_size,
+                    rank,
+                    "127.0.0.1",
+                    port,
+                    serves_store=is_first,
+                    listener=listener if is_first else None,
+                )
                 receiver, sender = context.Pipe(duplex=False)
                 worker_args = (rank_env, os.getpid(), sender, worker, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)
@@ -309,6 +330,7 @@ def _spawn(worker: Callable, world_size: int, args: tuple, *, port: int, timeout
                 # that is started while Ctrl-C is ignored ignores it, too.
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
                     process.start()
+                listener.close()  # rank 0 has its own, so that nobody can connect once it has ended
                 sender.close()  # the worker has its own, so that the pipe ends when the worker does
                 processes.append(process)
                 pipes.append(receiver)
