@@ -89,10 +89,7 @@ class Estimator:
     def estimate_memory(self, plan: Plan, frozen: str | None) -> tuple[Bytes, list[str]]:
         """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
         found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
-        notes = found[0][1]
-        if plan.dims.tensor_size > 1:
-            notes.append("the memory of TensorParallelTrainer is too high: activations are not divided by its size")
-        return find_peak(plan, self.extrapolate([memory for memory, _ in found])), notes
+        return find_peak(plan, self.extrapolate([memory for memory, _ in found])), found[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
         """Estimate what a process does in an update on the batch with the median number of tokens."""

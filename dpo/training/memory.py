@@ -4,12 +4,13 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,7 +26,10 @@ from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
 from dpo.models.scoring import load_reward_model
-from dpo.parallel.sharding import find_blocks
+from dpo.parallel.collectives import fake_processes
+from dpo.parallel.mesh import Mesh
+from dpo.parallel.sharding import find_blocks, local_tensor
+from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.settings.plan import Plan
 from dpo.system.host import find_device_memory, resident_memory
 from dpo.training.batches import Batches
@@ -46,10 +50,7 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
-    """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user.
-
-    The prediction is too high under tensor parallelism.
-    """
+    """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user."""
     memory, notes = count_all(plan, data, read_batches(plan, data), decide_frozen_weights(plan))
     return find_peak(plan, memory), notes
 
@@ -79,22 +80,30 @@ def count_all(
         layout.alignment = GPU_ALIGNMENT
     microbatch = find_largest_microbatch(plan, data, batches, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
-    memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
+    activations, notes = count_activations(plan, policy, layout, microbatch)
+    memory.update(activations)
     return memory, notes
 
 
 def find_peak(plan: Plan, memory: Bytes) -> Bytes:
     """Return the memory at the peak of an update: without what is not there together with the rest."""
-    memory = memory.copy()
-    # The peak is in the backward pass or in the optimizer's step, whichever needs more; what only the other one needs
-    # is removed.
-    absent = ["update"]
-    if plan.n_microbatches == 1:  # in the only backward pass, gradients replace activations
-        absent.append("gradients")
-    if memory["activations"] + memory["logits"] <= sum(memory[purpose] for purpose in absent):
-        absent = ["activations", "logits"]
-    for purpose in absent:
-        del memory[purpose]
+    first_block_ends = ["gathered", "gathered_blocks", "gradients", "reduced_block"]
+    backward = ["gathered", "activations", "whole_gradients"]
+    if not _reduces_once(plan):  # else reduced gradients replace whole ones, block by block
+        first_block_ends.append("whole_gradients")
+        if plan.n_microbatches > 1:  # else gradients replace activations
+            backward.append("gradients")
+    moments = [  # what there is at each, beside purposes that need memory all the time
+        [*backward, "logits"],
+        [*backward, "gathered_blocks", "running_block"],  # the last block begins
+        [*backward, "gathered_blocks", "reduced_block"],  # it ends
+        first_block_ends,
+        ["gathered", "gradients", "reduced_root"],
+        ["gradients", "update"],
+    ]
+    peak = max(moments, key=lambda purposes: sum(memory[purpose] for purpose in purposes))
+    absent = {purpose for purposes in moments for purpose in purposes}.difference(peak)
+    memory = Counter({purpose: n_bytes for purpose, n_bytes in memory.items() if purpose not in absent})
     if not plan.gpus:
         if plan.dims.world_size == 1:
             allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
@@ -134,20 +143,40 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
         held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
+    # The backward pass begins with the head's gradient, which other passes may have put among `gradients` already.
+    if dims.shard_size > 1 or plan.n_microbatches == 1:
+        head = policy.get_output_embeddings()
+        head_weights = trained.intersection(head.parameters() if head else ())
+        held["whole_gradients"] = _count_bytes(head_weights, compute_size) // dims.tensor_size
     if dims.shard_size > 1:
-        blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
-        units = [weights.difference(*blocks), *blocks]  # the root is the first
-        sharded = trained if is_whole else weights
-        root, *sizes = [_count_bytes(unit & sharded, compute_size) for unit in units]
-        # The root stays gathered, and so do the running block and the next one, or all blocks.
-        gathered_blocks = 2 * max(sizes) if plan.fsdp.fsdp_reshard_after_forward else sum(sizes)
-        held["gathered"] = (root + gathered_blocks) // dims.tensor_size
-        # There are gradients of the largest unit, or of all until the last backward pass of an update.
-        if plan.fsdp.fsdp_reduce_once and plan.n_microbatches > 1:
-            units = [trained]
-        itemsize = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-        held["reduced"] = max(_count_bytes(unit & trained, itemsize) for unit in units) // dims.tensor_size
+        held.update(_count_gathered(plan, policy, trained if is_whole else weights, trained))
+    if _reduces_once(plan):
+        held["whole_gradients"] = (
+            _count_bytes(trained, DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize) // dims.tensor_size
+        )
     return held
+
+
+def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[Tensor]) -> Bytes:
+    """Count the bytes of gathered weights, and of gradients on their way to be reduced."""
+    blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
+    units = [{*policy.parameters()}.difference(*blocks), *blocks]  # the root is the first
+    compute_size = DTYPES[plan.compute_dtype].itemsize
+    # The gradients of a unit are whole until its backward pass is done; they are reduced from a copy.
+    reduced_size = compute_size + DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
+    root, *sizes = [_count_bytes(unit & sharded, compute_size) // plan.dims.tensor_size for unit in units]
+    root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
+    found = Counter(gathered=root, reduced_root=root_gradients, reduced_block=max(gradients))
+    if plan.fsdp.fsdp_reshard_after_forward:
+        found["gathered_blocks"] = 2 * max(sizes)  # of the running block and the next one
+    else:
+        found["gathered"] += sum(sizes)
+    return found
+
+
+def _reduces_once(plan: Plan) -> bool:
+    """Return whether FSDP reduces gradients only in the last of an update's several backward passes."""
+    return plan.dims.shard_size > 1 and plan.n_microbatches > 1 and plan.fsdp.fsdp_reduce_once
 
 
 def _count_bytes(tensors: Iterable[Tensor], itemsize: int | None = None) -> int:
@@ -169,9 +198,12 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
     # A GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
     # another dtype; a CPU takes a few rows at a time.
+    needed = itemsize
     if plan.gpus:
-        itemsize += 4 if itemsize == 4 else 8
-    return copy + n_logits // n_chunks * itemsize
+        needed += 4 if itemsize == 4 else 8
+    if plan.dims.tensor_size > 1:  # processes send copies of their slices, which are gathered and then joined
+        needed = max(needed, itemsize * (2 + 2 / plan.dims.tensor_size))
+    return copy + int(n_logits // n_chunks * needed)
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, batches: list[list[Example]], layout: Layout) -> Microbatch:
@@ -187,8 +219,8 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, batches: list[list[E
     return max((part for examples in batches for part in split(examples)), key=lambda part: part.n_tokens)
 
 
-def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:
-    """Return the bytes of activations, without logits, at the peak of the backward pass, and notes for the user.
+def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[Bytes, list[str]]:
+    """Count the bytes of activations, without logits, as the backward pass begins, and return notes for the user.
 
     There is a note if they are only estimated.
     """
@@ -196,8 +228,12 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     compute_size = DTYPES[plan.compute_dtype].itemsize
     n_blocks = config.num_hidden_layers
     notes = []
+    # In a run that has run out of memory there are processes, and a second group would replace theirs.
+    simulates = plan.dims.tensor_size > 1 and not dist.is_initialized()
+    simulated = partial(fake_processes, plan.dims) if simulates else nullcontext
     try:
-        kept = _run_on_meta(plan, policy, layout, microbatch)
+        with simulated() as mesh:
+            kept = _run_on_meta(plan, policy, layout, microbatch, mesh)
     except Exception as error:  # a model's own code may raise anything without data
         # Memory is counted as if the inputs and outputs of all its matrices were kept.
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
@@ -205,15 +241,18 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
         problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"
         notes.append(WarningLine(problem))
     kept_by_block = kept // n_blocks
-    if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
-        kept = kept_by_block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
-    return kept + kept_by_block // 2, notes  # a block's backward pass takes about half as much as the block keeps
+    running = kept_by_block // 2  # measured: what a block's backward pass computes
+    if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and computes a block again
+        kept = n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
+        running += kept_by_block
+    return Counter(activations=kept, running_block=running), notes
 
 
-def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> int:
+def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
     """Run a forward pass on the meta device, and count the bytes that it keeps for a backward pass.
 
-    This changes the dtype and the attention of `policy`, which is on the meta device.
+    This changes `policy`, which is on the meta device: its dtype, its attention and, under tensor parallelism, its
+    weights.
     """
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model
@@ -222,7 +261,9 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
     if find_attention(policy.config) not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
         policy.set_attn_implementation("sdpa")
-    held = {tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
+    if mesh is not None:
+        cut_modules(dict(policy.named_modules()), find_plan(policy), mesh.device_mesh["tensor"])
+    held = {local_tensor(tensor).untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
     kept = set()  # storages, so that views count once
 
     def keep(tensor: Tensor) -> Tensor:

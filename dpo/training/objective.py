@@ -234,7 +234,10 @@ class Objective:
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         """Return what `forward` does, of the reference, without gradients."""
         with self.reference.in_use():
-            return self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
+            columns = self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
+        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass.
+        release_gathered(self.separate_reference)
+        return columns
 
     def score(self, microbatch: Microbatch, cached: Tensor | None) -> NamedTensors:
         """Return the columns of a microbatch's `Scores`: of the policy, of the reference, lengths and offsets.
@@ -310,8 +313,6 @@ class Objective:
             metrics.append((microbatch.indices, columns))
             del microbatch, losses  # inputs and graph are freed before the next microbatch is run
             show(i, n_microbatches, "microbatch")
-        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
-        release_gathered(self.separate_reference)
         return metrics
 
     def losses(self, microbatch: Microbatch, context: BatchContext, *, split: str) -> tuple[Tensor, NamedTensors]:
