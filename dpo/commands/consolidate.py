@@ -1,9 +1,9 @@
 """Make a full checkpoint of a sharded one (checkpoint_format=sharded), with a tensor at a time in memory.
 
-    dpo consolidate RUN_OR_CHECKPOINT OUT
+    dpo consolidate RUN_OR_CHECKPOINT OUT [--hf]
 
 OUT gets policy.pt, optimizer.pt and scheduler.pt as the reference code writes them, and all that a run needs to resume
-from it. Models for transformers are made by dpo export, of either kind of checkpoint.
+from it; with --hf it is a model for transformers, as of dpo export.
 """
 
 import tempfile
@@ -22,7 +22,13 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("consolidate", __doc__)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--hf", action="store_true", help="make a model for transformers")
     options = parser.parse_args(arguments)
+    if options.hf:
+        from dpo.models.export import describe_export, export
+
+        print(describe_export(export(options.path, options.out)))
+        return
     checkpoint = options.path.expanduser().resolve()
     check_exists(checkpoint)
     if not (checkpoint / MANIFEST).exists():

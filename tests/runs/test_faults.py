@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from support.faults import (
     SHARDED,
     STATUS,
@@ -24,11 +25,14 @@ from support.faults import (
     start_run,
 )
 from support.pytests import slow, succeeded
-from support.runs import find_differences, read_metrics, train
+from support.runs import assert_alike, find_differences, read_metrics, train
 from support.warm import Python
+from transformers import AutoModelForCausalLM
 
 from dpo.checkpoint import saver
 from dpo.checkpoint.files import check_complete, find_checkpoints
+from dpo.commands.consolidate import main as consolidate
+from dpo.models.export import export
 
 PRUNED = ("keep_checkpoints=2", "export=true")
 SLOW = pytest.mark.slow
@@ -100,6 +104,28 @@ def test_a_rank_that_is_killed_at_a_step_of_a_sharded_save_costs_no_checkpoint(s
         check_complete(directory)
     succeeded(train(*command("run", *IN_SHARDS, "resume=auto")))
     assert find_differences(finished(*IN_SHARDS), run_dir) == []
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_a_save_goes_on_with_three_processes_then_cut_over_two(command, finished, run_dir, tmp_path):
+    """Consolidated and exported, its model answers as that of a run without any of it."""
+    settings = (*IN_SHARDS, "resume=auto", "world_size=4")
+    run = start_run(command("run", *settings), partial(kill_rank_at_step_of_saving, 1, 4))
+    assert run.wait() == 1
+    assert [path.name for path in find_checkpoints(run_dir)] == ["step-8"]
+    run = start_run(command("run", *settings, "world_size=3"), partial(kill_after_update, 7))
+    assert run.wait() == 1
+    assert (run_dir / "LATEST").readlink().name == "step-24"
+    succeeded(train(*command("run", *settings, "trainer=TensorParallelTrainer", "world_size=2")))
+    whole = finished(*settings)
+    assert_alike(run_dir, whole)
+    consolidate([str(run_dir), str(run_dir / "whole")])
+    consolidate([str(run_dir), str(tmp_path / "model"), "--hf"])
+    tokens = torch.arange(2, 40)[None]
+    expected = AutoModelForCausalLM.from_pretrained(export(whole, tmp_path / "whole"))(tokens).logits
+    for folder in (tmp_path / "model", export(run_dir / "whole", tmp_path / "exported")):
+        logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
