@@ -161,6 +161,7 @@ class PartCopy(NamedTuple):
     name: str
     state: Any  # what rank 0 writes to NAME.pt
     own: Parts  # this process's parts of its tensors
+    files: Mapping[str, bytes]  # further files that rank 0 writes
 
 
 # --- saving and restoring ------------------------------------------------------------------------------------------
@@ -267,10 +268,11 @@ class Checkpoints:
 
     def _copy(self, part: Part) -> PartCopy:
         if part.is_always_whole:
-            return PartCopy(part.name, part.gather(), {})
+            state = part.gather()
+            return PartCopy(part.name, state, {}, part.convert(state) if self.mesh.rank == 0 else {})
         own: Parts = {}
         state = take_parts(part.find_state(), part.name, own, self.mesh)
-        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own)
+        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own, {})
 
     def _write_shards(
         self, place: str, directory: Path, copies: Iterable[PartCopy], write: Callable[[Iterable], str]
@@ -291,6 +293,7 @@ class Checkpoints:
             tell(f"{place} begins")
             for part in copies:
                 yield part.name, part.state
+                yield from part.files.items()
                 yield from write_own(part)
             for other in range(1, size):
                 for name, facts in json.loads(wait_for(f"{place}, files of rank {other}")):

@@ -88,6 +88,20 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_save(checkpoints, tmp_pat
     assert saved["weight"].tolist() == [0, 0]
 
 
+class ConvertedPart(Part):
+    is_always_whole = True
+
+    def convert(self, state: Any) -> dict[str, bytes]:
+        return {"adapter.txt": state["text"].encode()}
+
+
+def test_a_whole_part_has_its_further_files(checkpoints, tmp_path):
+    part = ConvertedPart("policy", SimpleNamespace(state_dict=lambda: {"text": "as PEFT has it"}))
+    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.finish()
+    assert (tmp_path / "step-8" / "adapter.txt").read_text() == "as PEFT has it"
+
+
 def test_a_save_that_fails_ends_the_run_at_its_next_update(checkpoints, monkeypatch, tmp_path):
     save(checkpoints, 8)
     checkpoints.finish()

@@ -48,7 +48,7 @@ EXACT = "optimizer=AdamW lr=1e-3"  # which has a state
 
 MIX = "loss=mix loss.weights.dpo=0.8 loss.weights.bco=0.2 loss.weights.sft=0.1"
 BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {  # at a larger rate these magnify rounding
-    "dpop": "loss=dpop lr=0.1",
+    "dpop": "loss=dpop lr=0.05",
     "ipo": "loss=ipo loss.beta=0.1 lr=0.01",
     "simpo": "loss=simpo lr=0.1",
     "mix": MIX,
