@@ -168,7 +168,7 @@ def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[
     root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
     found = Counter(gathered=root, reduced_root=root_gradients, reduced_block=max(gradients))
     if plan.fsdp.fsdp_reshard_after_forward:
-        found["gathered_blocks"] = 2 * max(sizes)  # of the running block and the next one
+        found["gathered_blocks"] = 2 * max(sizes)  # those of the running block and the next one
     else:
         found["gathered"] += sum(sizes)
     return found
