@@ -3,7 +3,7 @@
     dpo consolidate RUN_OR_CHECKPOINT OUT [--hf]
 
 OUT gets policy.pt, optimizer.pt and scheduler.pt as the reference code writes them, and all that a run needs to resume
-from it; with --hf it is a model for transformers, as of dpo export.
+from it. With --hf it gets what dpo export writes, which has more options: a model for transformers, or an adapter.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("consolidate", __doc__)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--hf", action="store_true", help="make a model for transformers")
+    parser.add_argument("--hf", action="store_true", help="make a model for transformers, or an adapter")
     options = parser.parse_args(arguments)
     if options.hf:
         from dpo.models.export import describe_export, export

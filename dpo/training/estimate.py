@@ -89,7 +89,11 @@ class Estimator:
     def estimate_memory(self, plan: Plan, frozen: str | None) -> tuple[Bytes, list[str]]:
         """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
         found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
-        return find_peak(plan, self.extrapolate([memory for memory, _ in found])), found[0][1]
+        memory = self.extrapolate([memory for memory, _ in found])
+        if len(found) > 1:  # this is a mean over blocks, with a share of what is outside of them, which falls
+            small, large = [memory["running_block"] for memory, _ in found]
+            memory["running_block"] = large + int((large - small) * (1 - LARGE / self.n_blocks))
+        return find_peak(plan, memory), found[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
         """Estimate what a process does in an update on the batch with the median number of tokens."""

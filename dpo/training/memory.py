@@ -50,7 +50,10 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
-    """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user."""
+    """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user.
+
+    In a run's own process group, activations count as not divided by tensor parallelism.
+    """
     memory, notes = count_all(plan, data, read_batches(plan, data), decide_frozen_weights(plan))
     return find_peak(plan, memory), notes
 
@@ -89,15 +92,18 @@ def find_peak(plan: Plan, memory: Bytes) -> Bytes:
     """Return the memory at the peak of an update: without what is not there together with the rest."""
     first_block_ends = ["gathered", "gathered_blocks", "gradients", "reduced_block"]
     backward = ["gathered", "activations", "whole_gradients"]
-    if not _reduces_once(plan):  # else reduced gradients replace whole ones, block by block
-        first_block_ends.append("whole_gradients")
-        if plan.n_microbatches > 1:  # else gradients replace activations
+    # With fsdp_reduce_once, reduced gradients replace whole ones block by block.
+    if not _reduces_once(plan):
+        if plan.dims.shard_size > 1:  # the head's gradient waits for those of its unit
+            first_block_ends.append("whole_gradients")
+        if plan.n_microbatches > 1:  # in a single pass, gradients replace activations
             backward.append("gradients")
     moments = [  # what there is at each, beside purposes that need memory all the time
         [*backward, "logits"],
         [*backward, "gathered_blocks", "running_block"],  # the last block begins
         [*backward, "gathered_blocks", "reduced_block"],  # it ends
         first_block_ends,
+        ["gathered", "gradients", "tied_gradients"],
         ["gathered", "gradients", "reduced_root"],
         ["gradients", "update"],
     ]
@@ -143,17 +149,17 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
         held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
-    # The backward pass begins with the head's gradient, which other passes may have put among `gradients` already.
-    if dims.shard_size > 1 or plan.n_microbatches == 1:
-        head = policy.get_output_embeddings()
-        head_weights = trained.intersection(head.parameters() if head else ())
-        held["whole_gradients"] = _count_bytes(head_weights, compute_size) // dims.tensor_size
+    head = policy.get_output_embeddings()
+    head_weights = trained.intersection(head.parameters() if head else ())
+    head_bytes = _count_bytes(head_weights, compute_size) // dims.tensor_size
+    held["whole_gradients"] = head_bytes  # every backward pass begins with it
+    if _reduces_once(plan):
+        reduce_size = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
+        held["whole_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
+    if policy.get_input_embeddings().weight in head_weights:
+        held["tied_gradients"] = 3 * head_bytes  # those of head and embedding, and their sum
     if dims.shard_size > 1:
         held.update(_count_gathered(plan, policy, trained if is_whole else weights, trained))
-    if _reduces_once(plan):
-        held["whole_gradients"] = (
-            _count_bytes(trained, DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize) // dims.tensor_size
-        )
     return held
 
 
@@ -166,7 +172,9 @@ def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[
     reduced_size = compute_size + DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
     root, *sizes = [_count_bytes(unit & sharded, compute_size) // plan.dims.tensor_size for unit in units]
     root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
-    found = Counter(gathered=root, reduced_root=root_gradients, reduced_block=max(gradients))
+    root_shard = _count_bytes(units[0] & trained) // (plan.dims.shard_size * plan.dims.tensor_size)
+    # `gradients` has the root's shard, which is made last.
+    found = Counter(gathered=root, reduced_root=root_gradients - root_shard, reduced_block=max(gradients))
     if plan.fsdp.fsdp_reshard_after_forward:
         found["gathered_blocks"] = 2 * max(sizes)  # those of the running block and the next one
     else:
@@ -338,7 +346,7 @@ def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | N
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
-    held = count_held(plan, make_policy_structure(plan), "whole").total()
+    held = find_peak(plan, count_held(plan, make_policy_structure(plan), "whole")).total()
     return "whole" if held <= MAX_HELD_SHARE * (available or _find_available(plan)) else "sharded"
 
 
@@ -346,10 +354,10 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the predicted memory by purpose, notes, and what to do if it exceeds what is free."""
     memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
-        print(f"{purpose:>12} {n_bytes / 1e9:8.2f} GB")
+        print(f"{purpose:>15} {n_bytes / 1e9:8.2f} GB")
     needed = memory.total()
     available = _find_available(plan)
-    print(f"{'total':>12} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
+    print(f"{'total':>15} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
     for note in notes:
         print(note)
     if needed > available:

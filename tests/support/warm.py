@@ -5,6 +5,7 @@ before imports or of spawned workers needs real processes.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -99,8 +100,9 @@ class Python:
         """Print what the process and its descendants have written, and where each of their threads is."""
         pids = [self.pid]
         for pid in pids:
-            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            os.kill(pid, STACKS)
+            with contextlib.suppress(OSError):  # it may have ended
+                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                os.kill(pid, STACKS)
             time.sleep(0.5)  # so that no two write at once
         print(self.text, self._err.read_text(errors="replace"), sep="\n", file=sys.stderr)
 
