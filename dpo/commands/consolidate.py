@@ -25,9 +25,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--hf", action="store_true", help="make a model for transformers, or an adapter")
     options = parser.parse_args(arguments)
     if options.hf:
-        from dpo.models.export import describe_export, export
+        from dpo.models.export import export
 
-        print(describe_export(export(options.path, options.out)))
+        print(f"wrote {export(options.path, options.out)}")
         return
     checkpoint = options.path.expanduser().resolve()
     check_exists(checkpoint)

@@ -313,16 +313,9 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
     try:
         with on_stop_signals(forward):
             for rank in range(world_size):
-                is_first = rank == 0
-                rank_env = RankEnv(
-                    rank,
-                    world_size,
-                    rank,
-                    "127.0.0.1",
-                    port,
-                    serves_store=is_first,
-                    listener=listener if is_first else None,
-                )
+                rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port)
+                if rank == 0:
+                    rank_env = rank_env._replace(serves_store=True, listener=listener)
                 receiver, sender = context.Pipe(duplex=False)
                 worker_args = (rank_env, os.getpid(), sender, worker, args, timeout_secs)
                 process = context.Process(target=_run_worker, args=worker_args)

@@ -90,9 +90,7 @@ class Estimator:
         """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
         found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
         memory = self.extrapolate([memory for memory, _ in found])
-        if len(found) > 1:  # this is a mean over blocks, with a share of what is outside of them, which falls
-            small, large = [memory["running_block"] for memory, _ in found]
-            memory["running_block"] = large + int((large - small) * (1 - LARGE / self.n_blocks))
+        memory["running_block"] = found[-1][0]["running_block"]  # a mean over blocks, which does not grow with them
         return find_peak(plan, memory), found[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:

@@ -84,8 +84,7 @@ def count_all(
     microbatch = find_largest_microbatch(plan, data, batches, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     activations, notes = count_activations(plan, policy, layout, microbatch)
-    memory.update(activations)
-    return memory, notes
+    return memory + activations, notes
 
 
 def find_peak(plan: Plan, memory: Bytes) -> Bytes:
@@ -108,7 +107,7 @@ def find_peak(plan: Plan, memory: Bytes) -> Bytes:
         ["gradients", "update"],
     ]
     peak = max(moments, key=lambda purposes: sum(memory[purpose] for purpose in purposes))
-    absent = {purpose for purposes in moments for purpose in purposes}.difference(peak)
+    absent = set().union(*moments).difference(peak)
     memory = Counter({purpose: n_bytes for purpose, n_bytes in memory.items() if purpose not in absent})
     if not plan.gpus:
         if plan.dims.world_size == 1:
@@ -172,7 +171,7 @@ def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[
     reduced_size = compute_size + DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
     root, *sizes = [_count_bytes(unit & sharded, compute_size) // plan.dims.tensor_size for unit in units]
     root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
-    root_shard = _count_bytes(units[0] & trained) // (plan.dims.shard_size * plan.dims.tensor_size)
+    root_shard = _count_bytes(units[0] & trained) // plan.dims.shard_size // plan.dims.tensor_size
     # `gradients` has the root's shard, which is made last.
     found = Counter(gathered=root, reduced_root=root_gradients - root_shard, reduced_block=max(gradients))
     if plan.fsdp.fsdp_reshard_after_forward:
@@ -237,10 +236,9 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     n_blocks = config.num_hidden_layers
     notes = []
     # In a run that has run out of memory there are processes, and a second group would replace theirs.
-    simulates = plan.dims.tensor_size > 1 and not dist.is_initialized()
-    simulated = partial(fake_processes, plan.dims) if simulates else nullcontext
+    is_simulated = plan.dims.tensor_size > 1 and not dist.is_initialized()
     try:
-        with simulated() as mesh:
+        with fake_processes(plan.dims) if is_simulated else nullcontext() as mesh:
             kept = _run_on_meta(plan, policy, layout, microbatch, mesh)
     except Exception as error:  # a model's own code may raise anything without data
         # Memory is counted as if the inputs and outputs of all its matrices were kept.
