@@ -61,7 +61,6 @@ def predict_for(plan_of):
 
 
 SHARDED = "trainer=FSDPTrainer world_size=2"
-LARGE_VOCABULARY = "optimizer=RMSprop"  # of a small model, whose head and embedding are one matrix
 CUT = "trainer=TensorParallelTrainer world_size=2"
 
 
@@ -83,11 +82,28 @@ def measure_updates(rank: int, world_size: int, config: Any, file: Path) -> None
         file.write_text(str(sum(tensor.nbytes for tensor in held) + tracker.peak))
 
 
+@pytest.fixture
+def assert_predicted(rows, run_dir, tmp_path):
+    def assert_it(settings: str, **shape: Any) -> None:
+        """Tensors take what is predicted, within 5 %, in updates of a Llama of this shape."""
+        transformers.AutoConfig.from_pretrained(TINY, **shape).save_pretrained(tmp_path / "model")
+        own = (f"model.name_or_path={tmp_path}/model", f"model.tokenizer_name_or_path={TINY}", "model.random_init=true")
+        overrides = ("n_examples=16", "batch_size=8", "gradient_accumulation_steps=2", *own, *settings.split())
+        config = runs.compose(*small_run(rows, run_dir, *overrides))
+        plan = resolve(config)
+        predicted, notes = predict(plan, load_data(plan, silent=True))
+        file = tmp_path / "bytes"
+        launch(measure_updates, plan.dims.world_size, config, file, process_group=plan.trainer.multi_process)
+        assert notes == []
+        assert predicted.total() - predicted["kept"] == pytest.approx(int(file.read_text()), rel=0.05)
+
+    return assert_it
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         "optimizer=AdamW",
-        slow(LARGE_VOCABULARY),
         slow("lora=lora lora.r=4"),
         slow("cache_reference_logps=all"),
         slow("layout=padded model.attn_implementation=eager"),
@@ -104,20 +120,13 @@ def measure_updates(rank: int, world_size: int, config: Any, file: Path) -> None
         slow("trainer=TensorParallelTrainer world_size=4 tensor_parallel_size=2"),
     ],
 )
-def test_the_prediction_is_within_5_percent_of_what_updates_take(settings, rows, run_dir, tmp_path):
-    shape: dict = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 704}
-    if settings == LARGE_VOCABULARY:
-        shape = {"num_hidden_layers": 4, "hidden_size": 128, "vocab_size": 8192, "tie_word_embeddings": True}
-    transformers.AutoConfig.from_pretrained(TINY, **shape).save_pretrained(tmp_path / "model")
-    own = (f"model.name_or_path={tmp_path}/model", f"model.tokenizer_name_or_path={TINY}", "model.random_init=true")
-    overrides = ("n_examples=16", "batch_size=8", "gradient_accumulation_steps=2", *own, *settings.split())
-    config = runs.compose(*small_run(rows, run_dir, *overrides))
-    plan = resolve(config)
-    predicted, notes = predict(plan, load_data(plan, silent=True))
-    file = tmp_path / "bytes"
-    launch(measure_updates, plan.dims.world_size, config, file, process_group=plan.trainer.multi_process)
-    assert notes == []
-    assert predicted.total() - predicted["kept"] == pytest.approx(int(file.read_text()), rel=0.05)
+def test_the_prediction_is_within_5_percent_of_what_updates_take(settings, assert_predicted):
+    assert_predicted(settings, num_hidden_layers=16, hidden_size=256, intermediate_size=704)
+
+
+@pytest.mark.slow
+def test_a_large_matrix_that_is_head_and_embedding_has_two_gradients_and_their_sum(assert_predicted):
+    assert_predicted("", num_hidden_layers=4, hidden_size=128, vocab_size=8192, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(
