@@ -139,7 +139,7 @@ def load_model(
 
     Weights are those of the archive, else with `random_init` drawn, else the model's own. A scalar head that they lack
     is drawn; InputError if they lack others. With `stays_in_files`, a parameter stays in its file, from which
-    `read_weight` reads it, unless transformers converts the names or shapes of the model's own files.
+    `read_weight` reads it, unless transformers computes weights from those in the files.
     """
     config = load_config(source)
     structure = None

@@ -12,10 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from dpo.checkpoint.shards import SplitTensor
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.logprobs import HEAD_WEIGHT
 
@@ -61,22 +63,53 @@ def drop_copies(model: Any, state: Tensors) -> Tensors:
     return kept
 
 
-def map_weights(structure: Any, source: Any) -> Tensors:
-    """Map the weights of a model on the meta device to tensors in its files.
+class _WithoutCopies(TorchFunctionMode):
+    """Inside it `contiguous` returns the tensor itself, so that what is cut from a tensor stays a view of it."""
 
-    Returns {} if the files have other tensors, which transformers converts, or if the names are unclear.
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return args[0] if function == Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
+def map_weights(structure: Any, source: Any) -> Tensors:
+    """Map the weights of a model on the meta device to tensors in its files, several of which may make up one weight.
+
+    Returns {} if transformers computes a weight otherwise from the files, or if the names are unclear.
     """
     stored = read_weights(source)
-    expected = structure.state_dict()
-    own_names = {id(tensor): name for name, tensor in expected.items()}
+    expected = {name: torch.empty_like(tensor) for name, tensor in structure.state_dict().items()}  # tied ones apart
+    own_names = {tensor.untyped_storage(): name for name, tensor in expected.items()}
     for convert in (dict, partial(revert_weight_conversion, structure)):
-        weights = convert(expected)
-        if not all(id(tensor) in own_names for tensor in weights.values()):
+        with _WithoutCopies():
+            views = convert(expected)  # what transformers would save
+        owners = {name: own_names.get(view.untyped_storage()) for name, view in views.items()}
+        if None in owners.values():
             return {}
-        tied = {name for name, tensor in weights.items() if own_names[id(tensor)] in structure.all_tied_weights_keys}
-        if names := match_names(structure, weights, stored, tied):
-            return {own_names[id(weights[name])]: stored[theirs] for name, theirs in names.items()}
+        boxes = {name: _find_box(view, expected[owners[name]]) for name, view in views.items()}
+        if None in boxes.values():
+            return {}
+        tied = {name for name, owner in owners.items() if owner in structure.all_tied_weights_keys}
+        if names := match_names(structure, views, stored, tied):
+            parts = {}  # by the model's own names
+            for name, theirs in names.items():
+                begin, shape = boxes[name]
+                parts.setdefault(owners[name], []).append((begin, stored[theirs].reshape(shape)))
+            return {
+                own: SplitTensor(expected[own].shape, found[0][1].dtype, found) if len(found) > 1 else found[0][1]
+                for own, found in parts.items()
+            }
     return {}
+
+
+def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box."""
+    sizes = zip(whole.stride(), whole.shape, strict=True)
+    begin = tuple(view.storage_offset() // stride % size for stride, size in sizes)
+    lengths = dict(zip(view.stride(), view.shape, strict=True))
+    box = tuple(lengths.get(stride, 1) for stride in whole.stride())
+    # In the same order, or it would be transposed.
+    if [n for n in box if n > 1] != [n for n in view.shape if n > 1]:
+        return None
+    return begin, box
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:

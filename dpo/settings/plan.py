@@ -106,6 +106,11 @@ class Plan:
         return max(fewest, self.data.gradient_accumulation_steps)
 
     @property
+    def n_eval_microbatches(self) -> int:
+        """Number of forward passes for an evaluation batch: one, unless processes were lost (`microbatch_size`)."""
+        return math.ceil(self.n_microbatches / self.data.gradient_accumulation_steps)
+
+    @property
     def n_offline(self) -> int:
         """Number of examples of a batch that come from the datasets."""
         share = self.online.mix_offline if self.online else 1.0

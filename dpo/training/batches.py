@@ -115,7 +115,7 @@ class Batches:
         return []
 
     def test(self) -> Iterator[Batch]:
-        """Yield evaluation batches of one microbatch per process; each example comes once."""
+        """Yield evaluation batches; each example comes once."""
         plan = self.plan.data
         batches = iterate_once(
             self.data.test.counts.tolist(),
@@ -123,8 +123,8 @@ class Batches:
             n_examples=plan.n_eval_examples,
             seed=self.seed,
         )
-        # In `_first_rows`, the training prompts come before the test prompts.
-        prepare = partial(self._prepare, self.data.test, self._first_rows[len(self.data.train) :], 1)
+        first_rows = self._first_rows[len(self.data.train) :]  # the training prompts come before the test prompts
+        prepare = partial(self._prepare, self.data.test, first_rows, self.plan.n_eval_microbatches)
         return prefetch(batches, prepare, workers=plan.num_workers)
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:

@@ -258,7 +258,9 @@ class OnlineBatches(Batches):
                 for encoded, answer in zip(self._encoded, answers, strict=True)
             ]
             batches = [
-                Batch(some, [1.0] * len(some), self.make_microbatches(some, 1), cache_rows=())
+                Batch(
+                    some, [1.0] * len(some), self.make_microbatches(some, self.plan.n_eval_microbatches), cache_rows=()
+                )
                 for some in group(examples, self.plan.data.eval_batch_size)
             ]
             logps = self.objective.score_all(batches)

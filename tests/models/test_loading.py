@@ -8,8 +8,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, build, publish
+from support.models import FAMILIES, GROUPED, build, publish
 from support.pytests import refused, slow
 from support.runs import TINY, change_json, compose, run_here
 from transformers import AutoModelForCausalLM
@@ -126,7 +127,13 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
         run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))
 
 
-@pytest.mark.parametrize("family", [name if name.startswith("gpt") else slow(name) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(name if name.startswith("gpt") else slow(name) for name in FAMILIES),
+        pytest.param(lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4), id="experts"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["files", slow("archive")])
 def test_parameters_that_stay_in_their_files_are_read_as_a_whole_model_has_them(family, kind, tmp_path):
     model = build(family, dtype=torch.bfloat16)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.elastic import Job, list_descendants, wait_until
-from support.faults import SHARDED
+from support.faults import SHARDED, start_interpreter
 from support.runs import assert_alike, list_updates
 
 from dpo.analysis.ledger import read_ledger
+from dpo.system.launching import get_open_port
 from dpo.system.run_directory import LOCK
 
 pytestmark = pytest.mark.slow
@@ -37,15 +38,18 @@ add_callback("slowly", Slowly)
 
 
 @pytest.fixture
-def start(command, tmp_path):
-    """Start a job in the directory `run`, whose updates take long enough for faults."""
-    jobs = []
+def overrides(command, tmp_path) -> list[str]:
+    """A run in the directory `run`, whose updates take long enough for faults."""
     (tmp_path / "slowly.py").write_text(SLOWLY)
+    plugin = f"plugins=[{tmp_path / 'slowly.py'}]"
+    return command("run", *SETTINGS, "heartbeat_timeout_secs=6", plugin, "resume=auto")
+
+
+@pytest.fixture
+def start(overrides, tmp_path):
+    jobs = []
 
     def start() -> Job:
-        overrides = command(
-            "run", *SETTINGS, "heartbeat_timeout_secs=6", f"plugins=[{tmp_path / 'slowly.py'}]", "resume=auto"
-        )
         jobs.append(Job(overrides, tmp_path / "jobs.txt"))
         return jobs[-1]
 
@@ -102,6 +106,28 @@ def test_a_machine_that_gets_its_power_back_writes_nothing_more(start, whole, ru
     job.signal(stopped, signal.SIGCONT)  # torchrun starts its process again, which joins the others
     job.wait()
     assert re.search(r"rank \d ends: for \d+ s it did not run", job.log.read_text())
+    assert_ends_alike(run_dir, whole)
+
+
+def test_a_job_that_slurm_starts_again_goes_on_with_fewer_nodes(overrides, whole, run_dir, tmp_path):
+    def start_tasks(n: int) -> list[subprocess.Popen]:
+        """Start a task on each of n nodes, as `srun` does."""
+        job = {"SLURM_STEP_NUM_TASKS": f"{n}", "SLURM_STEP_NUM_NODES": f"{n}", "SLURM_LOCALID": "0"}
+        job |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": f"{get_open_port()}"}
+        with (tmp_path / "tasks.txt").open("a") as log:
+            return [
+                start_interpreter("train.py", *overrides, output=log, **job, SLURM_PROCID=rank, SLURM_NODEID=rank)
+                for rank in map(str, range(n))
+            ]
+
+    tasks = start_tasks(3)
+    wait_until(lambda: count_updates(run_dir) > 4, 90)
+    for task in tasks:  # one node fails, so Slurm ends all of the job
+        task.kill()
+        task.wait()
+    for task in start_tasks(2):
+        assert task.wait(180) == 0, (tmp_path / "tasks.txt").read_text()
+    assert "FSDPTrainer: 2 processes" in (tmp_path / "tasks.txt").read_text()
     assert_ends_alike(run_dir, whole)
 
 

@@ -86,6 +86,14 @@ def test_layouts_and_sizes_of_batches_change_nothing(way, folder, expected):
     assert_same(found, expected(way[0], 7))
 
 
+def test_a_process_evaluates_no_more_examples_at_a_time_than_when_the_run_began(folder, expected):
+    """The run began with four processes, which had two examples of an update each; one is left."""
+    in_four = ("batch_size=8", "microbatch_size=2", "eval_batch_size=7", "layout=padded")
+    trainer = make_trainer(folder, 7, "loss=dpo", *in_four)
+    assert [len(microbatch.indices) for microbatch in trainer.eval_batches[0].microbatches] == [2, 2, 2, 1]
+    assert_same(evaluate(trainer), expected("loss=dpo", 7))
+
+
 def evaluate_in_ways(rank: int, world_size: int, folder: Path, cases: list[tuple[int, tuple]]) -> None:
     """Metrics and samples of each case, from rank 0."""
     results = []
