@@ -140,7 +140,7 @@ def _train_in_child(overrides: Sequence[str]) -> Path:
         start = f"from dpo.api import _run_child; _run_child({os.getpid()}, {folder!r})"
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                **host.python_command("-c", start, *overrides),
+                **host.python_process_options("-c", start, *overrides),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

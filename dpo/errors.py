@@ -41,11 +41,11 @@ class SamplingFailed(Exception):
 class WarningLine(str):
     """A line that begins with `warning: `. A run's log recognizes the class, and records the warnings printed."""
 
-    text: str  # without `warning: `
+    message: str  # without `warning: `
 
     def __new__(cls, text: str) -> "WarningLine":
         line = super().__new__(cls, f"warning: {text}")
-        line.text = text
+        line.message = text
         return line
 
     def __str__(self) -> str:

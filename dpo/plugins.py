@@ -19,25 +19,24 @@ REQUIRED = "???"  # how OmegaConf writes a value that is missing
 _digests: dict[Path, str] = {}  # by file that has run
 
 
-def add_loss(name: str, formula: Callable[..., Losses], **needs: Any) -> None:
+def add_loss(name: str, formula: Callable[..., Losses], **fields: Any) -> None:
     """Add `loss=NAME`, whose formula is a function like those of `dpo.losses.formulas`.
 
     The formula's keyword-only parameters become the keys `loss.PARAMETER`, with their types, bounds and defaults.
-    `needs` are fields of `dpo.losses.Loss`. Raises InputError for a parameter without a type, or with another type than
+    `fields` are those of `dpo.losses.Loss`. Raises InputError for a parameter without a type, or with another type than
     a parameter of this name has in another loss.
     """
     _check_name(name, LOSSES, "loss")
-    loss = Loss(formula, **needs)
+    loss = Loss(formula, **fields)
     known_types = list_options()
     parameters = inspect.signature(formula).parameters
     defaults = {}
     for option, annotation in list_parameters(loss).items():
-        # `list_options` has one type for each name, which a plugin's loss must not change
-        has_type = annotation is not inspect.Parameter.empty and known_types.get(option, annotation) == annotation
-        if option == "name" or not has_type:
-            raise InputError(
-                f"loss {name}: its option {option} needs a type, that of other losses' options of its name"
-            )
+        if option == "name" or annotation is inspect.Parameter.empty:
+            raise InputError(f"loss {name}: its option {option} must have a type, and another name than `name`")
+        known = known_types.get(option, annotation)
+        if annotation != known:
+            raise InputError(f"loss {name}: its option {option} must have the type of other losses' {option}, {known}")
         default = parameters[option].default
         defaults[option] = REQUIRED if default is inspect.Parameter.empty else default
     ADDED_LOSSES[name] = defaults
@@ -69,7 +68,7 @@ def add_optimizer(name: str, optimizer: type) -> None:
 
 
 def add_callback(name: str, callback: type) -> None:
-    """Add a subclass of `dpo.reporting.events.Callback` to every run; `name` is that of its state in checkpoints."""
+    """Add a subclass of `dpo.reporting.events.Callback` to every run; `name` is the key of its state in checkpoints."""
     _check_name(name, CALLBACKS, "callback")
     CALLBACKS[name] = callback
 

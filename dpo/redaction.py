@@ -108,7 +108,7 @@ def redact(value: Any) -> Any:
         if len(secret.strip()) >= MIN_SECRET:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
-    # Each word is searched up to its last @: behind it there are no credentials, but perhaps many ://.
+    # Each word is searched up to its last @: after it there are no credentials, but perhaps many ://.
     text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
     return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

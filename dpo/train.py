@@ -88,7 +88,7 @@ def run(plan: Plan) -> None:
                 plan.dims.world_size,
                 plan,
                 None,  # no models of a caller: each process loads those that the plan names
-                RUN_LOG.hand_over(),
+                RUN_LOG.take_pending(),
                 process_group=plan.trainer.multi_process,
                 port=plan.fsdp.fsdp_port,
                 timeout_secs=plan.run.collective_timeout_secs,

@@ -48,7 +48,8 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_memory_is_what_is_free_or_held_here": "system.host:find_device_memory system.host:list_own_gpus",
     "test_weights_are_gathered_for_sampling_if_every_gpu_has_twice_the_memory": "parallel.sharding:gathered_weights",
     "test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies": (
-        "training.memory:count_all training.memory:count_held training.memory:count_logits training.memory:find_peak"
+        "training.memory:count_all training.memory:count_weight_memory training.memory:count_logits "
+        "training.memory:find_peak"
     ),
     "tests/scripts/test_estimate_script.py::test_the_fastest_way_that_fits_comes_first_with_its_command": (
         "commands.estimate:main commands.estimate:list_ways commands.estimate:parse_gpus commands.estimate:show "
@@ -253,7 +254,8 @@ def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, m
     assert [alignment for alignment, _ in found] == [1, GPU_ALIGNMENT]
     cpu, gpu = (memory.count_logits(each, policy, found[0][1]) for each in (plan, on_gpu))
     assert gpu == 2 * cpu  # a GPU computes the log-probabilities of a chunk at once
-    assert memory.count_held(on_gpu, policy, None)["update"] > 0 == memory.count_held(plan, policy, None)["update"]
+    assert memory.count_weight_memory(on_gpu, policy, None)["optimizer_step"] > 0
+    assert memory.count_weight_memory(plan, policy, None)["optimizer_step"] == 0
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ class LedgerSummary(NamedTuple):
     examples: int  # number of different examples
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
-    n_never_flipped: int  # pairs seen again whose margin was never above 0
+    n_never_flipped: int  # pairs seen again whose margin was always below 0, by more than rounding
     never_flipped: list[PairHistory]  # at most `top` of them, as below, the most wrong first
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[PairHistory]

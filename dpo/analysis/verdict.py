@@ -43,15 +43,15 @@ def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
 
 
 def n_effective(run: LoggedRun) -> float:
-    """Return how many independent examples an evaluation's examples are worth.
+    """Estimate the effective sample size of an evaluation from that of the whole test split.
 
-    Those of one prompt count once, and those with weights w as (sum w)^2 / sum w^2.
+    There the examples of one prompt count once, and examples with weights w as (sum w)^2 / sum w^2.
     """
     n = n_evaluated(run)
     n_examples = run.counted("test.examples")
     for name in ("test.effective_examples", "test.prompts"):
         share = run.counted(name) / n_examples
-        if 0 < share < 1:  # false if the counts are lost
+        if 0 < share < 1:  # false for NaN, if a count is missing
             n *= share
     return n
 
@@ -216,7 +216,7 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
     if high < 0.5:
         return f"{text}: worse than by chance, as far as {counted} tell"
     text += f": no better than by chance, as far as {counted} tell"
-    return f"{text}; about {enough} would tell more" if n < ENOUGH else text
+    return f"{text}; about {enough} would be needed to tell" if n < ENOUGH else text
 
 
 def print_result(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ from dpo.analysis.page import write_report
 from dpo.analysis.runs import read_run
 from dpo.commands import make_parser
 from dpo.data.demo import COURTEOUS
-from dpo.system.host import is_installed, python_command
+from dpo.system.host import is_installed, python_process_options
 
 DEMO = Path(".cache", "demo")
 # The page compares the samples with those before training.
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
         # One thread suffices, as threads mostly wait for each other with a model this small.
-        process = python_command("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
+        process = python_process_options("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
         if subprocess.run(**process, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")
     samples = read_run(DEMO / "dpo").samples

@@ -24,7 +24,7 @@ from dpo import __version__
 from dpo.commands import make_parser
 from dpo.numbers import count
 from dpo.redaction import redact
-from dpo.system.host import has_bfloat16, host_memory, is_installed, python_command
+from dpo.system.host import has_bfloat16, host_memory, is_installed, python_process_options
 from dpo.system.launching import choose_backend
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # only a clone has it
@@ -83,7 +83,7 @@ def list_problems() -> list[str]:
     print(f"open files: at most {soft:,}, which a run raises to {hard:,}", flush=True)
     if hard < FEWEST_OPEN_FILES:
         problems.append(f"at most {hard:,} open files: raise the hard limit to {FEWEST_OPEN_FILES:,} (ulimit -Hn)")
-    command = python_command("-c", "from dpo.commands import doctor; doctor.check_devices()")
+    command = python_process_options("-c", "from dpo.commands import doctor; doctor.check_devices()")
     try:
         child = subprocess.run(**command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS)
         if child.returncode:

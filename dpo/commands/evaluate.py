@@ -38,7 +38,7 @@ from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.models.paths import ModelPath, find_model
 from dpo.numbers import count, percent
 from dpo.redaction import redact
-from dpo.system.host import is_installed, python_command
+from dpo.system.host import is_installed, python_process_options
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
@@ -257,5 +257,5 @@ def run_lm_eval(options: Any) -> None:
     command += ["--output_path", str(out), "--batch_size", str(options.batch_size)]
     if options.include_path:
         command += ["--include_path", options.include_path]
-    if subprocess.run(**python_command("-m", *command), check=False).returncode:
+    if subprocess.run(**python_process_options("-m", *command), check=False).returncode:
         raise RunError("lm-eval failed: its output above says why")

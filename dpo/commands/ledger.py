@@ -1,4 +1,4 @@
-"""The hardest pairs of a ledger, and likely wrong labels.
+"""The pairs of a ledger that were always ranked wrong, and those that are probably mislabeled.
 
     dpo ledger RUN [--top 10]
 
@@ -67,7 +67,9 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     summary = summarize_ledger(read_ledger(options.run), top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
-    texts = {pair.example: pair.texts for pair in pairs if pair.texts is not None}
+    texts = {
+        pair.example: pair.texts for pair in pairs if pair.texts is not None
+    }  # the ledger has those of online pairs
     note = ""
     if wanted := {pair.example for pair in pairs} - texts.keys():
         try:
@@ -79,13 +81,14 @@ def main(arguments: list[str]) -> None:
     lines = [
         f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
         f"{count(summary.truncated, 'is', 'are')} truncated.",
-        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
-        "at least twice had a margin never above 0.",
+        f"Pairs that never flip: of {count(summary.n_seen_again, 'pair')} that were seen at least twice, "
+        f"{summary.n_never_flipped:,} had a margin below 0, by more than rounding, at every visit.",
         *list_pairs(summary.never_flipped, texts),
-        f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} never ranked right, and wrong by at least "
-        "the median size of margins at that time.",
+        f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} ranked wrong at every visit, on average by "
+        "at least the median size of margins at that time.",
         *list_pairs(summary.suspected_noise, texts),
-        note,
     ]
+    if note:
+        lines.append(note)
     for line in lines:
         print("".join(c if c.isprintable() else " " for c in line))  # control characters could steer a terminal

@@ -85,7 +85,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             ids = batch[f"{role}_input_ids"][row, :length].tolist()
             prompts.add(tuple(ids[:n_prompt]))
             responses.append(tuple(ids[n_prompt:]))
-            # cuts are where scoring stops and starts again; what is before and behind the response counts as scored
+            # cuts are where scoring stops and starts again; what is before and after the response counts as scored
             flags = scored[role][row, n_prompt:length].tolist()
             neighbours = enumerate(pairwise([True, *flags, True]))
             cuts.append(tuple(i for i, (before, here) in neighbours if before != here))

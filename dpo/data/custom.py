@@ -21,7 +21,7 @@ from dpo.data.schema import (
     Row,
     Split,
     TableRow,
-    common_start,
+    common_prefix,
     get_field,
     list_bad,
     read_messages,
@@ -59,7 +59,7 @@ class DataOptions(NamedTuple):
 
     trains_on: str = "pairs"
     with_margins: bool = False  # whether the loss reads the margins of pairs
-    new_tokens: int = 0  # for which an online run needs room behind a prompt
+    new_tokens: int = 0  # for which an online run needs room after a prompt
     list_pairs: str = "all"  # this and the following are keys of the config
     unpair: bool = False
     chat: str = "auto"
@@ -476,7 +476,7 @@ def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
     The prompt ends with the last shared `\\n\\nAssistant:`, as in HH, or before the last shared whitespace, so that no
     word is split.
     """
-    shared = common_start(chosen, rejected)
+    shared = common_prefix(chosen, rejected)
     end = shared.rfind(ASSISTANT) + len(ASSISTANT)
     if ASSISTANT not in shared:
         end = max((i for i, character in enumerate(shared) if character.isspace()), default=0)

@@ -37,7 +37,7 @@ def get_dataset(
     source = find_source(name, store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"])
     if has_splits(name, source):
         return LOADERS[name](split, silent, cache_dir, source)
-    [entries] = _divide(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
+    [entries] = _split_off_test(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
     return entries
 
 
@@ -78,7 +78,7 @@ def load_splits(
                 f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
             )
         if not is_divided:
-            return _divide(prompts, splits, data_options.holdout, f"{name} ({place})" if source.path else name)
+            return _split_off_test(prompts, splits, data_options.holdout, f"{name} ({place})" if source.path else name)
         loaded.append(prompts)
     if data_options.holdout:
         loaded[0].notes.append(f"holdout={data_options.holdout} has no effect on {name}, which has a test split")
@@ -112,17 +112,17 @@ def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
     return split
 
 
-def _divide(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
-    """Hold out prompts of a dataset without a test split; return the wanted splits, in their order.
+def _split_off_test(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
+    """Move random prompts of a dataset without a test split out of `prompts`; return the wanted splits, in order.
 
-    `prompts` loses what is held out. Messages call the dataset `what`.
+    Messages call the dataset `what`.
     """
     n = len(prompts)
     test = hold_out(prompts, holdout)
     if not prompts:
         fix = "add some" if holdout is None else f"holdout={holdout} takes all of them: set less"
         raise InputError(f"dataset {what} has {count(n, 'different prompt')}, too few to hold some out: {fix}")
-    if isinstance(test, Split):
+    if isinstance(test, Split):  # the reference code's loaders return plain dicts, without notes
         test.notes.append(f"test split of {what}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
     divided = {"train": prompts, "test": test}
     return [divided[split] for split in splits]

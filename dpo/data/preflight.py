@@ -196,7 +196,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
             why = too_long if report.too_long else "lists of equal scores give none: add other records"
             raise InputError(f"the {split} split of {', '.join(datasets)} has nothing to train on: {why}")
     facts = {split: asdict(counter.report) for split, counter in counters.items()}
-    warnings = [note.text for note in notes if isinstance(note, WarningLine)]
+    warnings = [note.message for note in notes if isinstance(note, WarningLine)]
     plain = [note for note in notes if not isinstance(note, WarningLine)]
     return {**facts, "notes": plain, "warnings": warnings, "largest": encode.largest_id}
 

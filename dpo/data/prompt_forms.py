@@ -61,7 +61,7 @@ def split_turns(dialogue: str, answer: str) -> Messages:
 
     Turns of one speaker in a row become one message.
     """
-    # a speaker, a text, a speaker, a text, ..., the speaker of the answer; before and behind these are empty texts
+    # a speaker, a text, a speaker, a text, ..., the speaker of the answer; before and after these are empty texts
     _, *parts, _ = SPEAKER.split(dialogue)
     messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):

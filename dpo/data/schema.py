@@ -301,8 +301,9 @@ def _drop_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
-def common_start(*texts: str) -> str:
-    """Return what all texts begin with."""
+def common_prefix(*texts: str) -> str:
+    """Return the longest text with which all texts begin."""
     first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
+    # A binary search, as os.path.commonprefix compares one character at a time in Python.
     n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
     return first[:n]

@@ -20,7 +20,7 @@ from dpo.data.schema import Row, TableRow, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.redaction import shorten
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, check_exists, find_suffix
-from dpo.system.host import use_caches_without_hub
+from dpo.system.host import go_offline_without_hub
 from dpo.system.plain_files import check_readable
 
 NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
@@ -133,12 +133,11 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
     """Load a split, under the first of its possible names that the dataset has."""
-    use_caches_without_hub()
+    go_offline_without_hub()
     import datasets
 
-    names = list(SPLIT_NAMES.get(split, (split,)))
-    while True:
-        name = names.pop(0)
+    problem = None
+    for name in SPLIT_NAMES.get(split, (split,)):
         try:
             return datasets.load_dataset(
                 source.path,
@@ -148,17 +147,17 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
                 revision=source.revision or None,
             )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
-            said = str(error)
-            if subsets := re.search(r"(?:available configs|Available): \[(.*?)\]", said):
-                raise InputError(
-                    f"dataset {source.path} has the subsets {subsets[1]}: choose one with "
-                    f"dataset_sources.NAME.subset=SUBSET"
-                ) from error
-            if not (names and re.match("(Unknown|Bad) split", said)):
-                raise InputError(
-                    f"dataset {source.path} (split {split}) cannot be loaded from a directory here, the Hub or its "
-                    f"cache: {one_sentence(error)}. Without network, point dataset_sources at a local directory"
-                ) from error
+            problem = error
+            if not re.match("(Unknown|Bad) split", str(error)):
+                break
+    if subsets := re.search(r"(?:available configs|Available): \[(.*?)\]", str(problem)):
+        raise InputError(
+            f"dataset {source.path} has the subsets {subsets[1]}: choose one with dataset_sources.NAME.subset=SUBSET"
+        ) from problem
+    raise InputError(
+        f"dataset {source.path} (split {split}) cannot be loaded from a directory here, the Hub or its cache: "
+        f"{one_sentence(problem)}. Without network, point dataset_sources at a local directory"
+    ) from problem
 
 
 def _find_files(source: Source, split: str) -> list[Path]:

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
-from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_start, is_scored
+from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_prefix, is_scored
 from dpo.data.tokenization import compile_control, list_ends, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
-MARK = "[goes on here]"  # put behind the beginning of an answer, to find its end in the rendered text
+MARK = "[goes on here]"  # appended to the beginning of an answer, to find its end in the rendered text
 SHOWN = 60  # characters beside a control token in a message
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 END_OF_THOUGHT = "</think>"
@@ -65,14 +65,15 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) -> str:
-    """Render messages up to the place where the answer goes on.
+    """Render the prompt of an answer, up to the end of the generation prompt.
 
-    That is behind the generation prompt, or, if the last message is `continued`, behind this message's content. Raises
+    If the last message is `continued`, it is the beginning of the answer, and the prompt ends with its content. Raises
     TemplateRejects.
     """
     if not continued:
         return apply(messages, add_generation_prompt=True)
     *context, begun = messages
+    # What follows the mark, such as an end of turn, is dropped.
     text, mark, _ = apply([*context, {**begun, "content": begun["content"] + MARK}]).rpartition(MARK)
     if not mark:
         raise TemplateRejects(f"it leaves out the beginning of the answer, {begun['content'][:80]!r}")
@@ -172,7 +173,7 @@ def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piec
     """Look for the texts of messages and tools in the rendered text; return all, in the order of the messages.
 
     No two overlap. The longest are looked for first, so that a short one does not take a place inside them. A piece is
-    between those of the messages before and after its own, and behind the thoughts of its message. Calls may be written
+    between those of the messages before and after its own, and after the thoughts of its message. Calls may be written
     in any order.
     """
     pieces = list_pieces(messages, tools)
@@ -345,7 +346,7 @@ class ChatTemplate:
         It may only be cut in its generation prompt, which may have what a finished turn lacks, such as a thinking tag.
         Returns None if a dialogue differs before that.
         """
-        shared = common_start(open_text, *dialogues)
+        shared = common_prefix(open_text, *dialogues)
         if shared == open_text:
             return open_text
         closed_text = open_text if continued else apply(messages)
@@ -353,7 +354,7 @@ class ChatTemplate:
             return None
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
             return shared
-        # The common text may end inside a token: <think> and <tool_call> begin with <t. So cut behind the last token
+        # The common text may end inside a token: <think> and <tool_call> begin with <t. So cut after the last token
         # that all have in common.
         encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
         end = len(closed_text)
@@ -370,7 +371,7 @@ class ChatTemplate:
         """Cut the response out of the dialogue, in which it begins at `start` and ends with its last scored turn.
 
         Returns its text, and its unscored parts as [start, end, start, end, ...], positions in this text. A scored turn
-        ends with the first end token behind what it says, or, without one, where the template ends it.
+        ends with the first end token after what it says, or, without one, where the template ends it.
         """
         first = len(chat) - len(answer)
         found = find_pieces(answer, dialogue[start:])
@@ -416,7 +417,7 @@ class ChatTemplate:
                 continue
             begin = start if i == first else self._find_begin(apply, chat[:i], dialogue)
             turn = dialogue if i == len(chat) - 1 else apply(chat[: i + 1])
-            turn = remove_final_eos(turn, self.tokenizer)  # some templates write it behind the last turn alone
+            turn = remove_final_eos(turn, self.tokenizer)  # some templates write it after the last turn alone
             if begin is None or begin < end or not dialogue.startswith(turn):
                 return None
             end = len(turn)

@@ -1,6 +1,6 @@
 """A user's conversation is tokenized as one text, whose tokens are cut where its parts meet.
 
-If a token lies on both sides, the parts are tokenized apart, as texts of the reference code's datasets are.
+If a token would span such a place, the parts are tokenized apart, as texts of the reference code's datasets are.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def compile_control(tokenizer: Any) -> re.Pattern[str]:
     return match_any(sorted(special, key=len, reverse=True))  # the longest first, as one may begin with another
 
 
-def remove_control(text: str, tokenizer: Any) -> str:
-    """Remove the strings of special tokens, also those that come about when others are removed."""
+def remove_special_tokens(text: str, tokenizer: Any) -> str:
+    """Remove the strings of special tokens, including those that only form when others are removed."""
     control = compile_control(tokenizer)
     while (shorter := control.sub("", text)) != text:
         text = shorter
@@ -56,7 +56,7 @@ def list_ends(tokenizer: Any) -> list[str]:
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
-    """Remove the EOS that ends a response, and white space behind it, as tokenization appends EOS."""
+    """Remove the EOS that ends a response, and white space after it, as tokenization appends EOS."""
     eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
@@ -121,7 +121,7 @@ class TextEncoder:
             if crosses:
                 divided += of_prompt
         prompt_ids = self(parts[0] for parts in divided)
-        piece_ids = self._encode_behind(list(chain.from_iterable(parts[1:] for parts in divided)))
+        piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in divided)))
         apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in divided}
         encoded = []
         for of_prompt, crosses in zip(texts, all_cross, strict=True):
@@ -130,8 +130,8 @@ class TextEncoder:
             encoded.append(Tokens(ids[0][0], responses, crosses))
         return encoded
 
-    def _encode_behind(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Tokenize each text as it is behind another one; return token ids by text."""
+    def _encode_after_text(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Tokenize each text as it is after another one; return token ids by text."""
         found = {}
         for marker in MARKERS:
             marked = self._encode((marker, text) for text in texts if text not in found)
@@ -213,7 +213,7 @@ class PartsTokenizer:
         n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
         if n_before == 0 or offsets[n_before - 1][1] <= position:
             return n_before
-        # the last of these tokens ends behind the position, perhaps only by the spaces that it takes
+        # the last of these tokens ends after the position, perhaps only by the spaces that it takes
         token = self._tokens.id_to_token(encoding.ids[n_before - 1])
         begin = "".join(parts).find(token, offsets[n_before - 1][0]) if token in self._stripping else -1
         if position <= begin:  # only such spaces are before the position

@@ -14,7 +14,7 @@ import transformers
 from dpo.errors import InputError, explaining, explaining_library, one_sentence
 from dpo.settings.keys import ChatPlan
 from dpo.settings.places import check_exists, find_local
-from dpo.system.host import use_caches_without_hub
+from dpo.system.host import go_offline_without_hub
 from dpo.system.plain_files import check_readable
 
 # shadows transformers' function, which writes the time at which something is rendered
@@ -29,7 +29,7 @@ def explaining_load_errors(what: str, name: str):
     path = find_local(name)
     check_exists(path)
     if path is None:
-        use_caches_without_hub()
+        go_offline_without_hub()
 
     def explain(error: Exception) -> InputError:
         if "trust_remote_code" in str(error):
@@ -118,7 +118,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
         before = arguments
         if "strftime_now" in text:
             before = date_macro + arguments
-        # Jinja drops a newline behind a block, so the blocks end with an empty output
+        # Jinja drops a newline after a block, so the blocks end with an empty output
         return f"{before}{{{{- '' }}}}{text}" if before else text
 
     if isinstance(template, dict):  # a tokenizer may have a template of its own for tools

@@ -417,7 +417,7 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
 
     def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
         """Stack the values of a list's responses, best first, (B, K)."""
-        columns = [] if between is NOT_NEEDED else between.unbind(1)
+        columns = [] if between is NOT_NEEDED else between.unbind(1)  # not needed for lists of two
         return torch.stack([best, *columns, worst], dim=1)
 
     policy = by_rank(scores.chosen, scores.between, scores.rejected)

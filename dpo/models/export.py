@@ -463,14 +463,14 @@ def _write_card(
 
 
 def _describe_datasets(source: ModelPath, names: Iterable[str]) -> dict[str, str]:
-    """Return each dataset's Hub id, or its file's name: directories stay private, as cards are published."""
+    """Map each dataset to its Hub id, or to the name of its local file, as a card must not show local directories."""
     described = {}
     for name in names:
         given = source.plan.data.dataset_sources.get(name)
-        place = Source.parse(name, given or BUILT_IN.get(name) or name)
-        described[name] = place.path
-        if given and place.local:  # a built-in dataset is read from the Hub, even if its id is a path here
-            described[name] = f"local files: {place.local.name}"
+        data = Source.parse(name, given or BUILT_IN.get(name) or name)
+        described[name] = data.path
+        if given and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
+            described[name] = f"local files: {data.local.name}"
     return described
 
 
@@ -517,8 +517,8 @@ def _write_reward_code(source: ModelPath, form: str | None) -> str:
     """Write the Python code that scores an example of a prompt in this form with its answer."""
     tokenizer = load_tokenizer(source.plan.model.tokenizer, **source.options, chat=source.plan.chat)
     end = tokenizer.eos_token
-    if form == CHAT:  # the first end token that the template puts behind an answer
+    if form == CHAT:  # the first end token that the template writes after an answer
         dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
-        behind = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
-        end = min((token for token in list_ends(tokenizer) if token in behind), key=behind.index, default=end)
+        after = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
+        end = min((token for token in list_ends(tokenizer) if token in after), key=after.index, default=end)
     return REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(end))

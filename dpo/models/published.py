@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from zipfile import is_zipfile
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -81,18 +82,19 @@ def map_weights(structure: Any, source: Any) -> Tensors:
     for convert in (dict, partial(revert_weight_conversion, structure)):
         with _WithoutCopies():
             views = convert(expected)  # what transformers would save
-        owners = {name: own_names.get(view.untyped_storage()) for name, view in views.items()}
-        if None in owners.values():
-            return {}
-        boxes = {name: _find_box(view, expected[owners[name]]) for name, view in views.items()}
-        if None in boxes.values():
-            return {}
-        tied = {name for name, owner in owners.items() if owner in structure.all_tied_weights_keys}
+        places = {}  # by names in files: the model's own name, and the box there
+        for name, view in views.items():
+            own = own_names.get(view.untyped_storage())
+            box = _find_box(view, expected[own]) if own else None
+            if box is None:
+                return {}
+            places[name] = own, *box
+        tied = {name for name, (own, *_) in places.items() if own in structure.all_tied_weights_keys}
         if names := match_names(structure, views, stored, tied):
             parts = {}  # by the model's own names
             for name, theirs in names.items():
-                begin, shape = boxes[name]
-                parts.setdefault(owners[name], []).append((begin, stored[theirs].reshape(shape)))
+                own, begin, shape = places[name]
+                parts.setdefault(own, []).append((begin, stored[theirs].reshape(shape)))
             return {
                 own: SplitTensor(expected[own].shape, found[0][1].dtype, found) if len(found) > 1 else found[0][1]
                 for own, found in parts.items()
@@ -102,14 +104,11 @@ def map_weights(structure: Any, source: Any) -> Tensors:
 
 def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box."""
-    sizes = zip(whole.stride(), whole.shape, strict=True)
-    begin = tuple(view.storage_offset() // stride % size for stride, size in sizes)
+    begin = tuple(map(int, np.unravel_index(int(view.storage_offset()), whole.shape)))
     lengths = dict(zip(view.stride(), view.shape, strict=True))
     box = tuple(lengths.get(stride, 1) for stride in whole.stride())
     # In the same order, or it would be transposed.
-    if [n for n in box if n > 1] != [n for n in view.shape if n > 1]:
-        return None
-    return begin, box
+    return (begin, box) if [n for n in box if n > 1] == [n for n in view.shape if n > 1] else None
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:

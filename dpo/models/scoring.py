@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dpo.data.prompt_forms import make_chat, write_dialogue
 from dpo.data.schema import Prompt
 from dpo.data.templates import TemplateRejects, apply_template, change_texts
-from dpo.data.tokenization import TextEncoder, remove_control
+from dpo.data.tokenization import TextEncoder, remove_special_tokens
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
@@ -134,7 +134,7 @@ class RewardModel:
         limits += [tokenizer.model_max_length, NO_LIMIT, getattr(config, "max_position_embeddings", None) or 0]
         self.limit = int(min(limit for limit in limits if limit > 0))
         separator = tokenizer.sep_token_id
-        # This asks if the tokenizer puts a separator between two texts, not only behind them.
+        # This asks if the tokenizer puts a separator between two texts, not only after them.
         separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]
         if form == "pair" and not separates:
             raise InputError("online.reward_format=pair: the reward model's tokenizer puts no separator between texts")
@@ -178,7 +178,7 @@ class RewardModel:
         Control tokens that are spelled out in the texts are removed. Raises InputError if the form cannot hold the
         prompt.
         """
-        text = remove_control(answer.text, self.tokenizer)
+        text = remove_special_tokens(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
             question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
             separator = ""
@@ -220,7 +220,7 @@ class RewardModel:
         return {"input_ids": token_ids, "attention_mask": [1] * len(token_ids)}
 
     def _clean(self, value: Any) -> Any:
-        return change_texts(value, lambda text: remove_control(text, self.tokenizer))
+        return change_texts(value, lambda text: remove_special_tokens(text, self.tokenizer))
 
     def digest(self) -> str:
         """Hash what determines the scores: weights, architecture, vocabulary and chat template."""

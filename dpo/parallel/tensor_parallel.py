@@ -251,7 +251,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
         try:
             for name, parameter in dtensors.items():
                 if parameter is not None:
-                    module._parameters[name] = _find_local(parameter, name, style, rank)
+                    module._parameters[name] = _get_local_leaf(parameter, name, style, rank)
             y = forward(*args, **kwargs)
         finally:
             module._parameters.update(dtensors)
@@ -295,10 +295,10 @@ def join_parts(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def _find_local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
-    """Return the local tensor of a DTensor parameter called `name`, which passes its gradient on to the parameter.
+def _get_local_leaf(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
+    """Return a leaf tensor with this rank's part of the DTensor parameter `name`; its gradient goes to the parameter.
 
-    The local tensor is made once, and kept as the parameter's attribute `local`.
+    The leaf is made once, and kept as the parameter's attribute `local`.
     """
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()
@@ -308,7 +308,7 @@ def _find_local(parameter: Any, name: str, style: Style, rank: int) -> Tensor:
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
-            # The reference is weak, as the parameter holds the local tensor, and so the hook.
+            # A weak reference, or parameter, leaf and hook would keep each other alive.
             local.register_post_accumulate_grad_hook(partial(_pass_gradient_on, weakref.ref(parameter), placements))
     return parameter.local
 

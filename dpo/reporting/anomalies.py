@@ -91,11 +91,11 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """Warns once of a collapse, which it finds in the run's logs: so FileLogger, which writes them, is called first."""
+    """Warns once of a collapse. It reads the run's logs, so it must come after FileLogger, which writes them."""
 
     _has_warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if not self._has_warned and (numbers := find_collapse(read_run(self.run_dir))):
+        if not self._has_warned and (evidence := find_collapse(read_run(self.run_dir))):
             self._has_warned = True
-            self.log(WarningLine(f"the run has collapsed: {numbers}; {COLLAPSE_ADVICE}"))
+            self.log(WarningLine(f"the run has collapsed: {evidence}; {COLLAPSE_ADVICE}"))

@@ -4,7 +4,7 @@ import subprocess
 
 from dpo.errors import WarningLine
 from dpo.reporting.events import Callback, RunContext
-from dpo.system.host import python_command
+from dpo.system.host import python_process_options
 from dpo.system.run_directory import REPORT
 
 LONGEST_SECS = 120  # the process that writes the report is killed after this time
@@ -22,7 +22,7 @@ class ReportWriter(Callback):
         folders = (str(self.run_dir), str(page.parent))
         try:
             subprocess.run(
-                **python_command("-m", "dpo.analysis.page", *folders, OMP_NUM_THREADS="1"),
+                **python_process_options("-m", "dpo.analysis.page", *folders, OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 start_new_session=True,  # so that Ctrl-C reaches only the run

@@ -24,9 +24,9 @@ UPDATE_METRICS = {  # what a line about an update has: label and significant dig
 }
 
 
-def _find_screen() -> Any:
+def _find_original_stdout() -> Any:
     """Return stdout without the `RecordedStream` that copies it to the run's log, where bars do not belong."""
-    return getattr(sys.stdout, "screen", sys.stdout)
+    return getattr(sys.stdout, "original", sys.stdout)
 
 
 class Progress(Callback):
@@ -84,7 +84,7 @@ class Progress(Callback):
     def line(self, text: str) -> None:
         """Print a message; a bar is redrawn below."""
         if not self.silent:
-            with tqdm.tqdm.external_write_mode(file=_find_screen()) if self.show_bar else nullcontext():
+            with tqdm.tqdm.external_write_mode(file=_find_original_stdout()) if self.show_bar else nullcontext():
                 print(text, flush=True)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Progress(Callback):
             initial=done,
             desc=what,
             bar_format=BAR if self.show_bar else LINE,
-            file=_find_screen() if self.show_bar else io.StringIO(),
+            file=_find_original_stdout() if self.show_bar else io.StringIO(),
             leave=not self._bars,  # the outermost bar stays
             smoothing=0,  # the time left goes by the mean speed
             miniters=0,

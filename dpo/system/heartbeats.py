@@ -1,4 +1,4 @@
-"""Heartbeats of a run's machines: one without power closes no connection, so the others would wait for it long."""
+"""Heartbeats of a run's machines: one that loses power closes no connection, so without them the others would hang."""
 
 import math
 import threading
@@ -48,14 +48,15 @@ def watching_machines(
             is_over.set()
 
     def watch() -> None:
+        """Give up if this process was stopped, if the store does not answer, or if another machine is silent."""
         looked_at = time.monotonic()
         while not is_over.wait(pause):
             now = time.monotonic()
             if now - looked_at > timeout_secs:
-                give_up(f"for {now - looked_at:.0f} s it did not run, or code in C held Python's lock")
+                give_up(f"for {now - looked_at:.0f} s it did not run, or C code held the GIL")
             looked_at = now
             silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if machine in silent:
+            if machine in silent:  # our own heartbeats are read from the store, too
                 give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
             elif silent:
                 names = " and ".join(f"machine {i}" for i in silent)

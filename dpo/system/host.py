@@ -112,11 +112,11 @@ def importing(*, freeze: bool = False) -> Iterator:
             gc.freeze()
 
 
-def python_command(*arguments: str, **environment: str) -> dict:
+def python_process_options(*arguments: str, **environment: str) -> dict:
     """Return the keyword arguments `args` and `env` for `subprocess`, which start Python with these `arguments`.
 
-    The new process imports from where this one does. By default it would also, and first, import from the current
-    directory, where others' files may lie. `environment` has further variables.
+    The new process imports from where this one does. `-P` keeps it from importing first from the current directory, in
+    which files may not be trusted. `environment` has further variables.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     command = [sys.executable, "-P", *arguments]
@@ -124,10 +124,10 @@ def python_command(*arguments: str, **environment: str) -> dict:
 
 
 @contextmanager
-def spawning() -> Iterator:
-    """Let `multiprocessing` start processes that do not import from the current directory, where others' files may lie.
+def safe_path_for_children() -> Iterator:
+    """Let `multiprocessing` start processes that import nothing from the current directory, which may not be trusted.
 
-    Each process that is started inside calls `has_been_spawned` first.
+    Each of these processes must call `drop_safe_path` first, so that programs which it starts do not inherit this.
     """
     former = os.environ.get("PYTHONSAFEPATH", "")  # empty counts as not set
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -137,8 +137,8 @@ def spawning() -> Iterator:
         os.environ["PYTHONSAFEPATH"] = former
 
 
-def has_been_spawned() -> None:
-    """Remove what `spawning` set from this process, as it is not for processes that the user's code may start."""
+def drop_safe_path() -> None:
+    """Undo `safe_path_for_children` in a process that was started inside it."""
     os.environ.pop("PYTHONSAFEPATH", None)
 
 
@@ -252,8 +252,8 @@ def list_own_gpus(*, multi_process: bool) -> list[int]:
 
 
 @cache
-def use_caches_without_hub() -> None:
-    """Let libraries read only their caches if the Hub's host name is not known, as each would try for a minute."""
+def go_offline_without_hub() -> None:
+    """Let libraries read only their caches if the Hub's name cannot be resolved, as each would try for a minute."""
     import huggingface_hub
 
     hub = urlsplit(huggingface_hub.constants.ENDPOINT)

@@ -23,13 +23,13 @@ from dpo.redaction import redact
 from dpo.system.heartbeats import watching_machines
 from dpo.system.host import (
     count_gpus,
+    drop_safe_path,
     harden_stdio,
-    has_been_spawned,
     importing,
     keep_freed_memory,
     raise_open_file_limit,
     return_freed_memory,
-    spawning,
+    safe_path_for_children,
 )
 from dpo.system.signals import STOP_STATUS, Stopped, end_process, handling_signals, on_stop_signals
 
@@ -275,7 +275,7 @@ def end_with_parent(parent: int, signal_number: int) -> None:
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
     """Run a worker in this spawned process, send its exit status and message to the parent, and end the process."""
-    has_been_spawned()
+    drop_safe_path()
     end_with_parent(parent, signal.SIGKILL)
     harden_stdio()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
@@ -321,7 +321,7 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
                 process = context.Process(target=_run_worker, args=worker_args)
                 # A terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
                 # that is started while Ctrl-C is ignored ignores it, too.
-                with handling_signals(signal.SIG_IGN, signal.SIGINT), spawning():
+                with handling_signals(signal.SIG_IGN, signal.SIGINT), safe_path_for_children():
                     process.start()
                 listener.close()  # rank 0 has its own, so that nobody can connect once it has ended
                 sender.close()  # the worker has its own, so that the pipe ends when the worker does

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dpo.errors import InputError, explaining, one_sentence
+from dpo.errors import InputError, one_sentence
 
 LONGEST_MARK = 2**14  # bytes at the beginning of a file that `check_own` compares
 
@@ -118,11 +118,11 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
 
 
-def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
+def read_json_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
     """Yield the objects of a file of JSON lines; without the file, yield nothing.
 
-    A last line that was cut off, as by a kill, is removed from the file. Raises InputError for a file that does not
-    begin with the pattern `mark`, or a line that is not an object with values of the types in `form`.
+    A last line that is incomplete, because a process was killed, is cut off the file. Raises InputError for a file that
+    does not begin with the pattern `mark`, or a line that is not an object with values of the types in `form`.
     """
     check_own(path, mark)
     if path.exists():
@@ -130,23 +130,24 @@ def read_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict
         end = content.rfind(b"\n") + 1
         os.truncate(path, end)
         for number, line in enumerate(content[:end].splitlines(), start=1):
-            damaged = f"line {number} of {path} cannot be read: move the file away"
-            with explaining((ValueError, RecursionError), lambda why, what=damaged: InputError(f"{what} ({why})")):
+            try:
                 value = json.loads(line)
                 if not has_form(value, form):
                     raise ValueError(f"it needs {', '.join(form)}")
-                yield value
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"line {number} of {path} cannot be read: move the file away ({error})") from error
+            yield value
 
 
 class KeptLines:
     """A file of JSON lines, each with a `key`, and in memory these lines by key; several threads may add lines.
 
-    `mark` and `form`, to which `key` is added, are those of `read_lines`.
+    `mark` and `form`, to which `key` is added, are those of `read_json_lines`.
     """
 
     def __init__(self, path: Path, mark: str, form: Mapping[str, type]):
         self.path = path
-        self.lines = {line["key"]: line for line in read_lines(path, mark, {"key": str, **form})}
+        self.lines = {line["key"]: line for line in read_json_lines(path, mark, {"key": str, **form})}
         self._lock = threading.Lock()
 
     def add(self, key: str, **values: Any) -> None:

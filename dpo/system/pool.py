@@ -15,7 +15,7 @@ from typing import Any
 import tqdm
 
 from dpo.errors import RunError
-from dpo.system.host import has_been_spawned, spawning
+from dpo.system.host import drop_safe_path, safe_path_for_children
 
 ITEMS_PER_CHUNK = 1000
 WORKER = {}  # in a worker process, as "function": what it applies to items
@@ -56,12 +56,12 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
-    with spawning():  # the pool starts multiprocessing's resource tracker
+    with safe_path_for_children():  # the pool starts multiprocessing's resource tracker
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
     pending = deque()
     try:
         for item in items:
-            with spawning():
+            with safe_path_for_children():
                 pending.append(pool.submit(_call_function, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
@@ -76,7 +76,7 @@ def _map_in_processes(function: Callable, items: Iterable, workers: int) -> Iter
 
 def _begin_worker(function: Callable) -> None:
     """Prepare a worker process; `function` is sent once, here, and not with each item."""
-    has_been_spawned()
+    drop_safe_path()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the results
     WORKER["function"] = function
 

@@ -233,7 +233,7 @@ class RunLog:
         self._kept: dict[str, str] = {}  # lines that are not written yet, by file name
 
     def begin(self, kept: Mapping[str, str] = {}) -> None:
-        """Begin to copy, after the lines that the log of the parent process, if there is one, has handed over."""
+        """Begin to copy, after the lines that are pending in the log of the parent process, if there is one."""
         self.close()
         self._kept = {WARNINGS_FILE: "", **kept}  # the file exists even if nothing warns
         self._unfinished = ""
@@ -248,17 +248,17 @@ class RunLog:
     def close(self) -> None:
         """End copying, and put back the streams from before `begin`."""
         self._run_dir = None
-        sys.stdout = getattr(sys.stdout, "screen", sys.stdout)
-        sys.stderr = getattr(sys.stderr, "screen", sys.stderr)
+        sys.stdout = getattr(sys.stdout, "original", sys.stdout)
+        sys.stderr = getattr(sys.stderr, "original", sys.stderr)
 
-    def hand_over(self) -> dict[str, str]:
-        """Return the lines that are not written yet, by file name, and forget them; `begin` takes them in a child."""
+    def take_pending(self) -> dict[str, str]:
+        """Return the lines that are not written yet, by file name, and forget them; a child's `begin` gets them."""
         kept = self._kept
         self._kept = {}
         return kept
 
     def add(self, text: str) -> None:
-        """Add text, which may end within a line, and write the lines that are finished if the log is open.
+        """Add text, which may end within a line. If the log is open, write all finished lines.
 
         A text that is a WarningLine is also kept for `warnings.jsonl`.
         """
@@ -267,12 +267,12 @@ class RunLog:
             # A bar draws itself again after a carriage return; only its last state is kept.
             self._keep(LOG_FILE, redact(line.rstrip("\r").rpartition("\r")[2]))
         if isinstance(text, WarningLine):
-            self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.text)}))
+            self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.message)}))
         if self._run_dir:
-            for name, lines in self.hand_over().items():
+            for name, content in self.take_pending().items():
                 # A full disk must not end a run.
                 with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
-                    file.write(lines.encode("utf-8", "backslashreplace"))
+                    file.write(content.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogates
 
     def _keep(self, name: str, line: str) -> None:
         self._kept[name] = f"{self._kept.get(name, '')}{line}\n"
@@ -280,17 +280,17 @@ class RunLog:
 
 @dataclass
 class RecordedStream:
-    """A stream that writes texts to the stream `screen` and to a log. Progress bars are drawn on its `screen` alone."""
+    """A stream that writes texts to the stream `original` and to a log. Progress bars go to `original` alone."""
 
-    screen: Any
+    original: Any
     log: RunLog
 
     def write(self, text: str) -> int:
         self.log.add(text)
-        return self.screen.write(text)
+        return self.original.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.screen, name)
+        return getattr(self.original, name)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class Estimator:
         """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
         found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
         memory = self.extrapolate([memory for memory, _ in found])
-        memory["running_block"] = found[-1][0]["running_block"]  # a mean over blocks, which does not grow with them
+        memory["block_backward"] = found[-1][0]["block_backward"]  # a mean over blocks, which does not grow with them
         return find_peak(plan, memory), found[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
@@ -124,8 +124,9 @@ def simulate(
         with fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-    def place_fake(model: Any, compute_dtype: str) -> Any:
-        use_plain_attention(model)
+    def distribute_fake(model: Any, compute_dtype: str) -> Any:
+        """Distribute a model as a run does, with fake tensors in place of weights that it loads."""
+        use_plain_attention(model)  # our own attention on a CPU reads values
         is_whole = frozen == "whole"
         return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 
@@ -133,14 +134,14 @@ def simulate(
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
-    policy = place_fake(policy, plan.compute_dtype)
+    policy = distribute_fake(policy, plan.compute_dtype)
     is_cached = plan.caches_reference_first
     logps = ReferenceLogps(plan.data.batch_size, len(plan.loss.reference_columns))
     logps.table.fill(0)
     reference = Reference(None, None, logps)
     if plan.reference == "model" and not is_cached:
         structure = make_structure(plan, plan.reference_dtype, n_blocks).eval().requires_grad_(False)
-        reference = Reference(place_fake(structure, plan.reference_dtype), None, logps)
+        reference = Reference(distribute_fake(structure, plan.reference_dtype), None, logps)
     elif plan.reference in ("base", "adapter"):
         in_use = make_adapter_context(policy, REFERENCE if plan.reference == "adapter" else None)
         reference = Reference(policy, None, logps, in_use)

@@ -38,10 +38,10 @@ from dpo.training.optimization import count_states
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-LOST_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
+FRAGMENTATION_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
 # In a step on a GPU, other optimizers compute one more value for each weight, for all weights at once.
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")
-MAX_HELD_SHARE = 0.5  # frozen weights are whole if all that a GPU holds is at most this share of its memory
+MAX_WEIGHTS_SHARE = 0.5  # frozen weights are whole if all but activations takes at most this share of a GPU's memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
     "a larger gradient_accumulation_steps, activation_checkpointing=true, cache_reference_logps=all, lora=lora, a "
@@ -52,14 +52,14 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user.
 
-    In a run's own process group, activations count as not divided by tensor parallelism.
+    If a process group already exists, activations are counted as if tensor parallelism did not divide them.
     """
     memory, notes = count_all(plan, data, read_batches(plan, data), decide_frozen_weights(plan))
     return find_peak(plan, memory), notes
 
 
 def read_batches(plan: Plan, data: TrainingData) -> list[list[Example]]:
-    """Read the examples of the first batches; there are none if pairs are drawn."""
+    """Read the examples of the first batches; an online run, which samples its pairs, has none."""
     if plan.online:
         return []
     return [batch.examples for batch in islice(Batches(plan, data, Padded()).train(), N_SEARCHED_BATCHES)]
@@ -77,7 +77,7 @@ def count_all(
     `batches` are those of `read_batches`.
     """
     policy = make_policy_structure(plan, n_blocks)
-    memory = count_held(plan, policy, frozen)
+    memory = count_weight_memory(plan, policy, frozen)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
         layout.alignment = GPU_ALIGNMENT
@@ -88,37 +88,38 @@ def count_all(
 
 
 def find_peak(plan: Plan, memory: Bytes) -> Bytes:
-    """Return the memory at the peak of an update: without what is not there together with the rest."""
-    first_block_ends = ["gathered", "gathered_blocks", "gradients", "reduced_block"]
-    backward = ["gathered", "activations", "whole_gradients"]
-    # With fsdp_reduce_once, reduced gradients replace whole ones block by block.
+    """Return the purposes that are in memory at the same time, in that phase of an update which needs most."""
+    whole = ["head_gradient", "unsharded_gradients"]  # an update has one of these
+    backward = ["gathered", "activations", *whole]
+    first_block_ends = ["gathered", "gathered_blocks", "gradients", "reduce_scatter_block"]
+    # With fsdp_reduce_once, reduced gradients replace unsharded ones block by block.
     if not _reduces_once(plan):
-        if plan.dims.shard_size > 1:  # the head's gradient waits for those of its unit
-            first_block_ends.append("whole_gradients")
+        if plan.dims.shard_size > 1:  # the head's gradient is reduced with the root, after all blocks
+            first_block_ends += whole
         if plan.n_microbatches > 1:  # in a single pass, gradients replace activations
             backward.append("gradients")
-    moments = [  # what there is at each, beside purposes that need memory all the time
+    phases = [  # purposes that are in none of them need memory all the time
         [*backward, "logits"],
-        [*backward, "gathered_blocks", "running_block"],  # the last block begins
-        [*backward, "gathered_blocks", "reduced_block"],  # it ends
+        [*backward, "gathered_blocks", "block_backward"],  # the last block begins
+        [*backward, "gathered_blocks", "reduce_scatter_block"],  # it ends
         first_block_ends,
         ["gathered", "gradients", "tied_gradients"],
-        ["gathered", "gradients", "reduced_root"],
-        ["gradients", "update"],
+        ["gathered", "gradients", "reduce_scatter_root"],
+        ["gradients", "optimizer_step"],
     ]
-    peak = max(moments, key=lambda purposes: sum(memory[purpose] for purpose in purposes))
-    absent = set().union(*moments).difference(peak)
+    peak = max(phases, key=lambda purposes: sum(memory[purpose] for purpose in purposes))
+    absent = set().union(*phases).difference(peak)
     memory = Counter({purpose: n_bytes for purpose, n_bytes in memory.items() if purpose not in absent})
     if not plan.gpus:
         if plan.dims.world_size == 1:
             allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
-            memory["kept"] = int(LOST_SHARE * allocated)
-        memory["process"] = resident_memory()  # Python, libraries and data
+            memory["fragmentation"] = int(FRAGMENTATION_SHARE * allocated)
+        memory["python"] = resident_memory()  # Python, libraries and data
     return +memory  # without purposes that need nothing
 
 
-def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
-    """Count the bytes that follow from the size of the weights; those of `update` only the optimizer's step needs.
+def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
+    """Count the bytes that follow from the size of the weights.
 
     `policy` may be on the meta device. `frozen` says how a process has frozen weights (`decide_frozen_weights`).
     """
@@ -140,9 +141,9 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         optimizer=trained_bytes * count_states(plan.training),
     )
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
-        held["update"] = trained_bytes
+        held["optimizer_step"] = trained_bytes
     if plan.run.checkpoint_format == "sharded" and not plan.gpus:
-        held["saved"] = trained_bytes + held["optimizer"]  # copies that are written while training goes on
+        held["checkpoint_copy"] = trained_bytes + held["optimizer"]  # copies that are written while training goes on
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
         held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
@@ -151,10 +152,11 @@ def count_held(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     head = policy.get_output_embeddings()
     head_weights = trained.intersection(head.parameters() if head else ())
     head_bytes = _count_bytes(head_weights, compute_size) // dims.tensor_size
-    held["whole_gradients"] = head_bytes  # every backward pass begins with it
     if _reduces_once(plan):
         reduce_size = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-        held["whole_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
+        held["unsharded_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
+    else:
+        held["head_gradient"] = head_bytes  # every backward pass begins with it
     if policy.get_input_embeddings().weight in head_weights:
         held["tied_gradients"] = 3 * head_bytes  # those of head and embedding, and their sum
     if dims.shard_size > 1:
@@ -173,7 +175,7 @@ def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[
     root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
     root_shard = _count_bytes(units[0] & trained) // plan.dims.shard_size // plan.dims.tensor_size
     # `gradients` has the root's shard, which is made last.
-    found = Counter(gathered=root, reduced_root=root_gradients - root_shard, reduced_block=max(gradients))
+    found = Counter(gathered=root, reduce_scatter_root=root_gradients - root_shard, reduce_scatter_block=max(gradients))
     if plan.fsdp.fsdp_reshard_after_forward:
         found["gathered_blocks"] = 2 * max(sizes)  # those of the running block and the next one
     else:
@@ -235,7 +237,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     compute_size = DTYPES[plan.compute_dtype].itemsize
     n_blocks = config.num_hidden_layers
     notes = []
-    # In a run that has run out of memory there are processes, and a second group would replace theirs.
+    # When a run is out of memory, its process group still exists, and a fake one would replace it.
     is_simulated = plan.dims.tensor_size > 1 and not dist.is_initialized()
     try:
         with fake_processes(plan.dims) if is_simulated else nullcontext() as mesh:
@@ -251,7 +253,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and computes a block again
         kept = n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
         running += kept_by_block
-    return Counter(activations=kept, running_block=running), notes
+    return Counter(activations=kept, block_backward=running), notes
 
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
@@ -278,12 +280,12 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
             kept.add(tensor.untyped_storage())
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(DTYPES.get(plan.model.autocast)):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), _EmulatedOnMeta(DTYPES.get(plan.model.autocast)):
         layout.forward(policy.train(), microbatch.to("meta").inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
 
-PRODUCTS = {  # what autocast computes in its dtype
+AUTOCAST_FUNCTIONS = {  # what autocast computes in its dtype
     F.linear,
     torch.matmul,
     Tensor.matmul,
@@ -295,7 +297,7 @@ PRODUCTS = {  # what autocast computes in its dtype
 }
 
 
-class _OnMeta(TorchFunctionMode):
+class _EmulatedOnMeta(TorchFunctionMode):
     """Gives the meta device what it lacks: autocast (None: off) and fused attention."""
 
     def __init__(self, autocast: torch.dtype | None):
@@ -305,7 +307,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch with its inputs cast as autocast does; attention keeps what fused kernels keep."""
         kwargs = kwargs or {}
-        if self.autocast and function in PRODUCTS:
+        if self.autocast and function in AUTOCAST_FUNCTIONS:
             args = [self._cast(value) for value in args]
             kwargs = {name: self._cast(value) for name, value in kwargs.items()}
         if function is F.scaled_dot_product_attention:
@@ -336,26 +338,26 @@ class _FusedAttention(torch.autograd.Function):
 def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:
     """Return how each process should have frozen weights: "whole" or "sharded"; None if that makes no difference.
 
-    `fsdp_frozen_weights` decides; if it is null, they are whole on GPUs whose memory, `available` bytes or that of this
-    machine, is then filled to at most MAX_HELD_SHARE.
+    `fsdp_frozen_weights` decides. If it is null, they are whole if that fills a GPU to at most MAX_WEIGHTS_SHARE,
+    without activations; a GPU has `available` bytes, by default those that are free on this machine's.
     """
     has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
-    held = find_peak(plan, count_held(plan, make_policy_structure(plan), "whole")).total()
-    return "whole" if held <= MAX_HELD_SHARE * (available or _find_available(plan)) else "sharded"
+    held = find_peak(plan, count_weight_memory(plan, make_policy_structure(plan), "whole")).total()
+    return "whole" if held <= MAX_WEIGHTS_SHARE * (available or _find_available(plan)) else "sharded"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the predicted memory by purpose, notes, and what to do if it exceeds what is free."""
     memory, notes = predict(plan, data)
     for purpose, n_bytes in memory.items():
-        print(f"{purpose:>15} {n_bytes / 1e9:8.2f} GB")
+        print(f"{purpose:>20} {n_bytes / 1e9:8.2f} GB")
     needed = memory.total()
     available = _find_available(plan)
-    print(f"{'total':>15} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
+    print(f"{'total':>20} {needed / 1e9:8.2f} GB per process at its peak; its device has {available / 1e9:.2f} GB free")
     for note in notes:
         print(note)
     if needed > available:

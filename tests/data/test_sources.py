@@ -19,7 +19,7 @@ from dpo.errors import InputError
 from dpo.models.paths import find_model
 from dpo.plugins import DATASETS
 from dpo.settings.places import SUFFIXES, Source, check_exists, find_local
-from dpo.system.host import use_caches_without_hub
+from dpo.system.host import go_offline_without_hub
 
 ROWS = [{"chosen": 'a\u2028b, "c"', "rejected": "é"}, {"chosen": "c\td", "rejected": "d\nd\r\nd"}]
 TABLE = "question,good,bad\nHow?,So,Or “so”\n"
@@ -315,9 +315,9 @@ def test_a_hub_whose_name_is_not_known_is_given_up_at_once(monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: (_ for _ in ()).throw(OSError("no such name")))
-    use_caches_without_hub.cache_clear()
-    use_caches_without_hub()
-    use_caches_without_hub.cache_clear()
+    go_offline_without_hub.cache_clear()
+    go_offline_without_hub()
+    go_offline_without_hub.cache_clear()
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     assert "is not known here (no such name): only its cache is used" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
-from dpo.data.tokenization import remove_control
+from dpo.data.tokenization import remove_special_tokens
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_control_tokens_that_are_spelled_out_are_removed_until_none_is_left(chat
     more = chat(None)
     more.add_tokens(["<think>"])
     more.add_special_tokens({"additional_special_tokens": ["§"]})
-    assert remove_control(text, more) == left
+    assert remove_special_tokens(text, more) == left
 
 
 # batches

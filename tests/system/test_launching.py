@@ -22,7 +22,7 @@ from support.pytests import slow, succeeded
 from support.runs import ROOT, make_environment, run_python
 
 from dpo.errors import InputError, RunError
-from dpo.system.host import python_command
+from dpo.system.host import python_process_options
 from dpo.system.launching import BAD_INPUT, LOST_CONTACT, PATIENCE, RankEnv, find_rank_env, get_open_port, launch
 from dpo.system.pool import map_chunks
 
@@ -228,7 +228,7 @@ def test_no_child_runs_what_lies_in_the_current_directory(start, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(filter(None, sys.path)))  # which begins with '' after python -m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert subprocess.run(**python_command("-c", "import socket, dpo")).returncode == 0
+    assert subprocess.run(**python_process_options("-c", "import socket, dpo")).returncode == 0
     resource_tracker._resource_tracker._stop()  # an earlier test may have started it
     start(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -108,7 +108,7 @@ def test_a_bar_leaves_no_redraws_and_a_secret_no_trace(tmp_path, capsys, monkeyp
     monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
     log = RunLog()
     log.begin()
-    assert log.hand_over() == {"warnings.jsonl": ""}  # a run without warnings has the file too
+    assert log.take_pending() == {"warnings.jsonl": ""}  # a run without warnings has the file too
     log.begin()
     print("before the directory, with sk-0123456789")
     print(WarningLine("of sk-0123456789"), "a line", sep="\n")

@@ -146,7 +146,7 @@ def test_a_large_matrix_that_is_head_and_embedding_has_two_gradients_and_their_s
                 "reference": 4 * PARAMETERS / 2,
                 "gathered": 2 * ROOT_UNIT,
                 "gathered_blocks": 2 * 2 * BLOCK,
-                "whole_gradients": 2 * 1024 * 64,
+                "head_gradient": 2 * 1024 * 64,
             },
         ),
         (
@@ -154,7 +154,7 @@ def test_a_large_matrix_that_is_head_and_embedding_has_two_gradients_and_their_s
             {
                 "policy": 2 * PARAMETERS + 4 * ADAPTER / 2,
                 "gathered_blocks": 2 * 2 * ADAPTER / 3,
-                "whole_gradients": 0,
+                "head_gradient": 0,
             },
         ),
     ],
@@ -210,7 +210,7 @@ def test_an_online_run_has_the_longest_answers_and_a_reward_model(predict_for, t
 def test_frozen_weights_are_whole_on_gpus_of_which_half_stays_free(plan_of, monkeypatch):
     monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 2)
     plan = plan_of(FSDP, 2)
-    held = memory.find_peak(plan, memory.count_held(plan, memory.make_policy_structure(plan), "whole")).total()
+    held = memory.find_peak(plan, memory.count_weight_memory(plan, memory.make_policy_structure(plan), "whole")).total()
     for available, expected in ((2.01 * held, "whole"), (1.99 * held, "sharded")):
         monkeypatch.setattr(memory, "find_device_memory", lambda *_, size=available, **__: size)
         assert decide_frozen_weights(plan) == expected
