@@ -93,7 +93,7 @@ def draw_charts(runs: list[LoggedRun]) -> list[tuple[str, bytes]]:
 def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
     """Return the PNG of a chart.
 
-    Each line is its updates, thin, with their running mean, thick, and its evaluations, dotted with markers. Pyplot is
+    Each line has its updates (thin), their running mean (thick), and its evaluations (dotted, with markers). Pyplot is
     not used, as it could open a window, and keeps every figure in memory.
     """
     with needing("matplotlib"):
@@ -102,8 +102,8 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
         from matplotlib.ticker import EngFormatter, PercentFormatter
 
     with matplotlib.style.context(STYLE):
-        picture = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
-        axis = picture.add_subplot(xlabel="examples")
+        figure = Figure(figsize=(4.8, 3.0), dpi=200, layout="constrained")
+        axes = figure.add_subplot(xlabel="examples")
         for line in lines:
             color = f"C{line.color}"
             label = line.label[:48]
@@ -111,16 +111,16 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
             examples, values = line.updates
             update_marker = "."
             if len(values) >= 8:  # fewer are drawn as they are, each with a point
-                axis.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
+                axes.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 update_marker = ""
                 window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd
                 # The running mean is a sum over each window, divided by its number of values, which is smaller at the
                 # ends.
                 values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
             if len(values):
-                axis.plot(examples, values, color=color, linestyle=mean_style, marker=update_marker, label=label)
+                axes.plot(examples, values, color=color, linestyle=mean_style, marker=update_marker, label=label)
                 label = None  # so that the legend does not name the evaluations too
-            axis.plot(
+            axes.plot(
                 *line.evaluations,
                 color=color,
                 label=label,
@@ -133,15 +133,15 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
             )
         all_values = np.concatenate([line.updates[1] for line in lines])
         if chart.baseline is not None:
-            axis.axhline(chart.baseline, color="gray", linewidth=0.8)
+            axes.axhline(chart.baseline, color="gray", linewidth=0.8)
         elif len(all_values) and all_values.min() > 0 and all_values.max() > 20 * np.median(all_values):
-            axis.set_yscale("log")  # or a few large values would flatten all others
+            axes.set_yscale("log")  # or a few large values would flatten all others
         if chart.in_percent:
-            axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        picture.suptitle(chart.title, x=0.02, ha="left")
+            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        figure.suptitle(chart.title, x=0.02, ha="left")
         if any(line.label for line in lines):
-            picture.legend(fontsize=8, loc="outside lower left", ncols=3, frameon=False)
+            figure.legend(fontsize=8, loc="outside lower left", ncols=3, frameon=False)
         file = io.BytesIO()
-        picture.savefig(file, metadata={"Software": SOFTWARE})
+        figure.savefig(file, metadata={"Software": SOFTWARE})
         return file.getvalue()

@@ -191,7 +191,7 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             reasons += f"; {error}"
             continue
         recorded = update_recorded(manifest["config"])
-        config = record_config(plan)
+        config = config_for_manifest(plan)
         # For these the run keeps what it chose when it began, unless they are set now.
         kept = ["holdout", "microbatch_size"]
         if plan.model.autocast == "auto":
@@ -275,7 +275,7 @@ def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
 # --- what must be unchanged ----------------------------------------------------------------------------------------
 
 
-def record_config(plan: Plan) -> dict:
+def config_for_manifest(plan: Plan) -> dict:
     """Return the config for a manifest: values by dotted key, with secrets redacted.
 
     `dataset_sources` is left out, as `check_inputs` compares the data itself.
@@ -302,8 +302,8 @@ def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
         print(f"continuing with {', '.join(changed[ResumeRule.CHANGEABLE])}")
 
 
-def record_inputs(data: TrainingData, model_config: Any) -> dict:
-    """Return, for a manifest, what `check_inputs` compares."""
+def inputs_for_manifest(data: TrainingData, model_config: Any) -> dict:
+    """Return what `check_inputs` compares."""
     return {
         "data": data.report.train.digest,
         "test_data": data.report.test.digest,
@@ -325,7 +325,7 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     if not resume_point:
         return
     saved = resume_point.manifest
-    current = record_inputs(data, model_config)
+    current = inputs_for_manifest(data, model_config)
     names = {
         "data": "the training data",
         "test_data": "the test data",

@@ -106,8 +106,8 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        words = ["verdicts:verdicts.jsonl" if word == "human" else word for word in arguments]
-        print(f"then: {redact(shlex.join(['dpo', 'evaluate', *words]))}")
+        words = ["dpo", "evaluate", *arguments, "--judge", "verdicts:verdicts.jsonl"]  # the last --judge counts
+        print(f"then: {redact(shlex.join(words))}")
         return
     verdicts = judge(pairs)
     scores = []

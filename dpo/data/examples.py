@@ -30,9 +30,9 @@ class Example(NamedTuple):
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
-    prompt_is_cut: bool = False  # by truncation
-    response_is_cut: bool = False
-    crosses: bool = False  # a token lay across a limit of texts that are tokenized as one (`Tokens`)
+    prompt_is_truncated: bool = False  # by truncation
+    response_is_truncated: bool = False
+    crosses: bool = False  # a token would have spanned two texts, so they were tokenized apart (`Tokens`)
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
@@ -42,7 +42,7 @@ class Example(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        return self.prompt_is_cut or self.response_is_cut
+        return self.prompt_is_truncated or self.response_is_truncated
 
     @property
     def n_tokens(self) -> int:
@@ -194,7 +194,7 @@ def encode_examples(
 def _make_example(
     prompt: Prompt, index: int, tokens: Tokens, encode: TextEncoder, max_length: int, max_prompt_length: int
 ) -> Example:
-    """Make an example of its tokens: end the responses with EOS, and truncate prompt and responses."""
+    """Make an Example from its token ids: end the responses with EOS, and truncate prompt and responses."""
     texts = prompt.texts(index)
     if not prompt.rendered:
         with naming(f"dataset {prompt.dataset}"):
@@ -215,10 +215,10 @@ def _make_example(
     responses = [response[:room] for response in whole]
     all_cuts = []
     for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
-        # the first piece is scored, the second is not, and so on: all ends but the last are starts and ends of cuts
+        # pieces are scored and unscored in turn, so their ends but the last are starts and ends of unscored parts
         *ends, _ = accumulate(map(len, pieces))
         cuts = tuple(min(end, len(response)) for end in ends)
-        if count_cut(cuts) == len(response):  # before a run, `SplitCounter` has refused such data
+        if count_cut(cuts) == len(response):  # raised before a run, as `SplitCounter` encodes each such example
             raise InputError(
                 f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                 f"max_length, or remove the record"
@@ -230,8 +230,8 @@ def _make_example(
         id=(prompt.index_in_split, index),
         dataset=prompt.dataset,
         digest=text_digest(prompt.text, texts),
-        prompt_is_cut=kept_prompt != tokens.prompt,
-        response_is_cut=longest > room,
+        prompt_is_truncated=kept_prompt != tokens.prompt,
+        response_is_truncated=longest > room,
         crosses=tokens.crosses,
         roles=tuple(texts),
         weight=prompt.weights[index] if prompt.weights and texts else 1.0,

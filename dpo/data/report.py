@@ -12,7 +12,7 @@ import numpy as np
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
 from dpo.data.near_duplicates import make_digests
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
-from dpo.data.schema import WARNED_FROM, Prompt, naming
+from dpo.data.schema import WARNING_SHARE, Prompt, naming
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
 from dpo.errors import WarningLine
@@ -22,15 +22,26 @@ from dpo.redaction import redact
 
 SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000
-NAMED, SHOWN = 3, 100  # near-duplicates, and characters of each
+N_DUPLICATES_SHOWN = 3  # texts that train and test have in common
+SHOWN = 100  # characters of each
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 PRINTED = (  # counts for the terminal
-    *("desirable", "undesirable", "empty_responses", "duplicated_pairs", "contradictory_pairs"),
-    *("contradictory_labels", "identical_pairs", "control_tokens", "too_long"),
-    *("truncated_prompts", "truncated_responses", "pairs_cut_alike", "tokens_across_limits"),
+    "desirable",
+    "undesirable",
+    "empty_responses",
+    "duplicated_pairs",
+    "contradictory_pairs",
+    "contradictory_labels",
+    "identical_pairs",
+    "control_tokens",
+    "too_long",
+    "truncated_prompts",
+    "truncated_responses",
+    "pairs_cut_alike",
+    "tokens_across_limits",
 )
-OF_TEXTS = ("empty_responses", "identical_pairs")  # counts over all examples; others are over those tokenized
+COUNTED_IN_ALL = ("empty_responses", "identical_pairs")  # counts over all examples; others are over those tokenized
 WARNINGS = {  # by count: what happens, and what changes it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
@@ -62,7 +73,9 @@ class SplitReport:
     desirable: int = 0  # labelled examples by their label
     undesirable: int = 0
     tokenized: int = 0  # examples that the following fields are over
-    tokens_across_limits: int = 0  # examples of a user with a token across prompt and response, which are cut first
+    tokens_across_limits: int = (
+        0  # examples in which a token would span prompt and response, so these are tokenized apart
+    )
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     pairs_cut_alike: int = 0  # same tokens on both sides, of different texts
@@ -82,7 +95,7 @@ class SplitReport:
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
-        """Yield a line of counts, then a warning for each count that is WARNED_FROM of its total or more."""
+        """Yield a line of counts, then a warning for each count that is at least WARNING_SHARE of its total."""
         prompts = count(self.prompts, "prompt")
         parts = [f"{split}: {prompts} without responses"]
         if self.examples:
@@ -97,20 +110,20 @@ class SplitReport:
         yield "; ".join(parts)
         for name, warning in WARNINGS.items():
             n = getattr(self, name)
-            total = self.examples if name in OF_TEXTS else self.tokenized
-            if name == "too_long":  # these are not among the examples any more
+            total = self.examples if name in COUNTED_IN_ALL else self.tokenized
+            if name == "too_long":  # `examples` does not include these
                 total = self.examples + n
-            if n and n >= WARNED_FROM * total:
+            if n and n >= WARNING_SHARE * total:
                 yield WarningLine(f"in {n:,} of {count(total, 'example')} ({split}) {warning}")
 
     def find_leaks(self) -> Iterator[str]:
-        """Yield a warning if WARNED_FROM of the held-out prompts or examples, or more, are in training too."""
+        """Yield a warning if at least WARNING_SHARE of the held-out prompts or examples are in training too."""
         leaks = []
         for n, total, what in (
             (self.prompts_like_train, self.prompts, "prompts equal a training prompt"),
             (self.answers_in_train, self.examples, "examples have an answer of the training split"),
         ):
-            if n and n >= WARNED_FROM * total:
+            if n and n >= WARNING_SHARE * total:
                 leaks.append(f"{n:,} of {total:,} held-out {what}")
         if leaks:
             yield (
@@ -194,7 +207,7 @@ class SplitCounter:
             same = [prompt.responses[i] for i in example.values() if answers[i]]
             report.answers_in_train += bool(same)
             shared += same[:1]
-        for text in shared[: NAMED - len(report.like_train)]:
+        for text in shared[: N_DUPLICATES_SHOWN - len(report.like_train)]:
             shown = " ".join(compile_control(self.encode.tokenizer).sub(" ", text).split())
             report.like_train.append(redact(shown)[-SHOWN:])
 
@@ -263,14 +276,14 @@ class SplitCounter:
         report = self.report
         prompt, index = text_example
         report.tokens_across_limits += example.crosses
-        if example.prompt_is_cut:
+        if example.prompt_is_truncated:
             report.count("truncated_prompts", prompt, index)
-        if example.response_is_cut:
+        if example.response_is_truncated:
             report.count("truncated_responses", prompt, index)
         # same tokens of different texts; same texts are counted already
         is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
         if is_alike and len(set(prompt.texts(index).values())) == 2:
-            report.count("pairs_cut_alike" if example.response_is_cut else "identical_pairs", prompt, index)
+            report.count("pairs_cut_alike" if example.response_is_truncated else "identical_pairs", prompt, index)
         longest = max((len(response) for response in example.responses), default=0)
         report.longest = max(report.longest, len(example.prompt) + longest)
 

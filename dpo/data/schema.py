@@ -20,7 +20,7 @@ from dpo.system.plain_files import replacing
 
 SPLITS = ("train", "test")
 BAD = "bad record"
-WARNED_FROM = 0.01  # share of the examples or records
+WARNING_SHARE = 0.01  # share of the examples or records
 FEWEST_HELD_OUT = 20  # prompts of a test split, which then says something
 LISTED = 20  # bad records that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
-from dpo.data.schema import THOUGHTS, WARNED_FROM, Messages, Prompt, check_unicode, common_prefix, is_scored
+from dpo.data.schema import THOUGHTS, WARNING_SHARE, Messages, Prompt, check_unicode, common_prefix, is_scored
 from dpo.data.tokenization import compile_control, list_ends, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
@@ -108,7 +108,7 @@ class Note(NamedTuple):
     """Something that was noticed in records."""
 
     example: str  # a text in which it was noticed; "" shows none
-    warned_from: float = WARNED_FROM  # the share of records from which on it is a warning; math.inf: never
+    warned_from: float = WARNING_SHARE  # the share of records from which on it is a warning; math.inf: never
     n_records: int = 1
 
 

@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
 
     prompt: list[int]
     responses: list[Ids]  # for each response, the ids of its pieces
-    crosses: bool  # a token would cross a limit, so the parts are tokenized apart
+    crosses: bool  # a token would span two parts, so they are tokenized apart
 
 
 class TextEncoder:

@@ -22,7 +22,7 @@ from dpo.models.answers import Answer, Sampling, TokenIds, generate, list_end_to
 from dpo.models.generation import LoadedModel
 from dpo.models.weights import model_digest
 from dpo.settings.places import Source
-from dpo.system.plain_files import KeptLines
+from dpo.system.plain_files import JsonLinesStore
 
 ANSWERS = "answers.jsonl"
 ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that file begins, as a pattern
@@ -120,12 +120,12 @@ def draw_answers(
     `encoded` has the prompts' token ids. The longest prompts are answered first, so that memory runs out at once or
     never.
     """
-    kept = KeptLines(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
+    store = JsonLinesStore(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model
     sampling = sampling._replace(end_tokens=list_end_tokens(model.generation_config, loaded.tokenizer))
     identity = model_digest(model, str(model.dtype), loaded.adapter)
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
-    missing = [i for i, key in enumerate(keys) if key not in kept.lines]
+    missing = [i for i, key in enumerate(keys) if key not in store.lines]
     missing.sort(key=lambda i: -len(encoded[i]))
     with (
         make_adapter_context(model, loaded.adapter)(),
@@ -133,12 +133,12 @@ def draw_answers(
     ):
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
-            # `batch` has the prompts' numbers, by which answers are drawn, so other batches draw the same
+            # The indices in `batch` also seed the answers, so an answer does not depend on how prompts are batched.
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
                 question = write_turns(prompts[i], prompts[i].text, loaded.tokenizer)
                 answer = {"answer": new.text, "tokens": new.tokens, "ended": new.ended}
-                kept.add(keys[i], model=loaded.name, prompt=question, **answer)
+                store.add(keys[i], model=loaded.name, prompt=question, **answer)
             bar.update(len(batch))
-    lines = [kept.lines[key] for key in keys]
+    lines = [store.lines[key] for key in keys]
     return [Answer(line["answer"], tuple(line["tokens"]), line["ended"]) for line in lines]

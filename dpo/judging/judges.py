@@ -15,7 +15,7 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_problems, raise_problems
 from dpo.system.host import choose_device
-from dpo.system.plain_files import has_form, read_json
+from dpo.system.plain_files import has_form, read_text
 
 QUESTION_FOLDER = Path(__file__).parent / "templates"
 # This matches the end of a line with a verdict: the winner, and perhaps a reason. A and B must be capitals, as "a" is
@@ -112,7 +112,7 @@ def read_template(name: str) -> str:
     ours = {file.stem: file for file in sorted(QUESTION_FOLDER.glob("*.txt"))}
     problem = f"--template {name} is neither a file nor one of {', '.join(ours)}"
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
-        text = read_json(ours.get(name, Path(name).expanduser()), str)
+        text = read_text(ours.get(name, Path(name).expanduser()))
     if missing := [place for place in ("{prompt}", "{a}", "{b}") if place not in text]:
         raise InputError(f"--template {name} lacks {', '.join(missing)}, where the texts are to be")
     return text
@@ -133,7 +133,7 @@ def read_verdicts(file: str) -> dict[str, dict]:
     """
     verdicts = {}
     with explaining(OSError, lambda why: InputError(f"--judge verdicts:{file} cannot be read: {why}")):
-        lines = read_json(Path(file), str.splitlines)
+        lines = read_text(Path(file)).splitlines()
     for number, line in enumerate(filter(str.strip, lines), start=1):
         try:
             verdict = {"drawn": {}, **json.loads(line)}

@@ -16,7 +16,7 @@ import tqdm
 from dpo.errors import InputError, explaining, one_sentence
 from dpo.judging.answers import hash_texts
 from dpo.redaction import REMEMBERED, redact
-from dpo.system.plain_files import KeptLines
+from dpo.system.plain_files import JsonLinesStore
 
 KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the value of the first that is set is sent
 # These are the addresses of this machine; other names may lead elsewhere when they are looked up again.
@@ -49,7 +49,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.parallel = parallel
         self.timeout = timeout
-        self._replies = KeptLines(cache, REPLY_MARK, {"reply": str})
+        self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
         keys = [os.environ.get(name, "").strip() for name in KEY_VARIABLES]
         self._key = next(filter(None, keys), "")  # "" without any
         variables = " or ".join(KEY_VARIABLES)

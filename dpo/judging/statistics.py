@@ -42,12 +42,12 @@ class Summary(NamedTuple):
         text = f"{counts} against {other}: win rate {self.rate}. "
         more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
         if self.n < FEWEST:
-            return f"{text}So few say little; {more} from 50 %."
+            return f"{text}That is too few to say much; {more} from 50 %."
         text += f"This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
         if self.missing:
             text += f"; {more}"
         if self.controlled is None:
-            needs = f"{FEWEST_FOR_LENGTH} prompts, where now the one and now the other answer is longer"
+            needs = f"{FEWEST_FOR_LENGTH} prompts, on some of which each model has the longer answer"
             return f"{text}. No length-controlled rate, which needs {needs}."
         return f"{text}. At equal lengths of the answers: {self.controlled}."
 
@@ -81,13 +81,13 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
 
 
 def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
-    """Return the mean of the scores (N), and its interval by a bootstrap over prompts."""
+    """Return the mean of `values` (N), scores from 0 to 1, with the 95 % interval of a bootstrap over prompts."""
     mean = float(values.mean())
     n = len(values)
     distinct, counts = np.unique(values, return_counts=True)
     if len(distinct) == 1:  # every resample equals the sample, and the interval would have no width
         return Rate(mean, *share_interval(mean, n))
-    # A resample is drawn as how often it has each distinct score, which is all that its mean needs.
+    # A resample's mean depends only on how often it has each distinct score, so only these counts are drawn.
     means = generator.multinomial(n, counts / n, size=N_RESAMPLES) @ distinct / n
     return Rate(mean, *np.quantile(means, (0.025, 0.975)).tolist())
 

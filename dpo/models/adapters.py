@@ -251,7 +251,7 @@ def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
     """
     config, stored = read_adapter(directory)
     size = (config["r"], config["lora_alpha"])
-    weights = rename_layers(model, stored, to_class=False)
+    weights = rename_layers(model, stored, to_checkpoint_class=False)
     own = getattr(model, "adapter_configs", {}).get(name)
     if own is None:
         add_adapter(model, *size, _list_layers(weights), name=name, source=str(directory))
@@ -404,12 +404,12 @@ class AdapterPart(ModelPart):
         return full_state({PREFIX + key: weight for key, weight in adapter_weights(self.source, POLICY).items()})
 
     def convert(self, state: Tensors) -> dict[str, bytes]:
-        """Make the files in PEFT's format, by name, with the checkpoint's own names of layers."""
+        """Make the files in PEFT's format, by name, with layers named as in the class of the base's checkpoint."""
         config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]
         named = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
-        renamed = rename_layers(self.source, named, to_class=True)
+        renamed = rename_layers(self.source, named, to_checkpoint_class=True)
         if renamed.keys() != named.keys():
             config["target_modules"] = _list_layers(renamed)
         tensors = {PREFIX + key: tensor.contiguous() for key, tensor in renamed.items()}

@@ -179,7 +179,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     """Write a prompt's text as the model gets it, with CUT where text is missing, unless whole turns were left out."""
-    if not example.prompt_is_cut:
+    if not example.prompt_is_truncated:
         return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
     if prompt.truncation_mode == "keep_turns":

@@ -115,7 +115,7 @@ class Padded:
     def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Compute log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1).
 
-        In the place of a missing response are those of another one.
+        A missing response gets the values of another one.
         """
         attention_mask = inputs.attention_mask if self.masked else None
         rows = (inputs.input_ids, attention_mask, inputs.labels)
@@ -171,9 +171,9 @@ class SharedPrefix:
         rank: int = 0,
         size: int = 1,
     ) -> list[Microbatch]:
-        """Split as `Padded.split`, with about equally many tokens."""
-        # Consecutive parts have examples of about equal length. All processes compute `size` consecutive parts at the
-        # same time, so none waits long for another.
+        """Split as `Padded.split` does, but into microbatches with about equally many tokens."""
+        # Neighbours in this list have examples of about equal length. The processes compute `size` neighbours at the
+        # same time, one each, so none waits long for another.
         indices_of_all = split_evenly(examples, parts * size)
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 

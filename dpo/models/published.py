@@ -237,10 +237,10 @@ def name_in_class(model: Any, config: Any) -> None:
         raise ambiguity(model, f"the class {model.checkpoint_class}")
 
 
-def rename_layers(model: Any, tensors: Tensors, *, to_class: bool) -> Tensors:
+def rename_layers(model: Any, tensors: Tensors, *, to_checkpoint_class: bool) -> Tensors:
     """Rename an adapter's weights from the model's names to those in the checkpoint's class, or back."""
     new_names = getattr(model, "names_in_class", {})
-    if not to_class:
+    if not to_checkpoint_class:
         new_names = {theirs: own for own, theirs in new_names.items()}
     renamed = {}
     for name, tensor in tensors.items():

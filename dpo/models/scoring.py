@@ -35,7 +35,7 @@ from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike
 
-LARGEST = 3.4e38  # the largest float32
+LARGEST_SCORE = 3.4e38  # the largest float32
 NO_LIMIT = 10**9  # tokens of a text; a tokenizer that knows no limit has a huge number
 
 
@@ -51,22 +51,22 @@ class Scorer(NamedTuple):
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """Score the answers.
 
-        Raises ScorerFailed for any error of the scorer, and unless it gives a finite number for each answer.
+        Raises ScorerFailed if the scorer raises an error, or does not give a finite number for each answer.
         """
 
         @torch.no_grad()
         def compute() -> list[float]:
-            given = list(self.score(prompts, answers))
-            for score in given:
+            raw_scores = list(self.score(prompts, answers))
+            for score in raw_scores:
                 if isinstance(score, str | bytes):
                     raise TypeError(f"the score {score!r} is text")
-            return list(map(float, given))
+            return list(map(float, raw_scores))
 
         scores = run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
             raise ScorerFailed(f"{self.name} gave {len(scores)} scores to {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
-            if not abs(score) <= LARGEST:  # also if the score is NaN
+            if not abs(score) <= LARGEST_SCORE:  # also if the score is NaN
                 raise ScorerFailed(f"{self.name} gave the score {score}, which is not finite, to {answer.text[:200]!r}")
         return scores
 

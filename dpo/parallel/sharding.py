@@ -317,15 +317,15 @@ def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor]
         return False
 
     def differ(weight: Tensor, other: Tensor) -> bool:
-        """Compare this process's parts of two weights."""
+        """Return whether two weights differ in the part that this process has of `other`."""
         other_part = local_tensor(other)
-        return not torch.equal(gather_like(weight, other).to(other_part), other_part)
+        return not torch.equal(gather_part_like(weight, other).to(other_part), other_part)
 
     # `any` stops at a difference; the processes that gather a weight together compare the same part, so stop together
     return not mesh.any(any(map(differ, weights, other_weights)))
 
 
-def gather_like(tensor: Tensor, other: Tensor) -> Tensor:
+def gather_part_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return the part of a tensor that this process has of `other`, which is sharded along fewer axes of the mesh.
 
     The tensor is gathered along the axes along which `other` is whole, a collective.
@@ -432,27 +432,27 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """Yield the tensors that an optimizer updates.
 
-    For a sharded parameter it is this process's shard, whose attribute `whole` is the parameter.
+    For a sharded parameter it is this process's shard, whose attribute `sharded` is the parameter.
     """
     for parameter in parameters:
         tensor = parameter
         if isinstance(parameter, DTensor):
             tensor = nn.Parameter(parameter.detach().to_local())
-            tensor.whole = parameter
+            tensor.sharded = parameter
         yield tensor
 
 
-def whole_parameter(tensor: Tensor) -> Tensor:
+def sharded_parameter(tensor: Tensor) -> Tensor:
     """Return the parameter of which an optimizer's tensor is a shard (`local_parameters`), or the tensor itself."""
-    return getattr(tensor, "whole", tensor)
+    return getattr(tensor, "sharded", tensor)
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
     """Step after handing the gradients of sharded parameters to their shards, then clear those of the shards."""
     for tensor in _list_optimized(optimizer):
-        whole = whole_parameter(tensor)
-        if whole is not tensor and whole.grad is not None:
-            tensor.grad = whole.grad.to_local()
+        sharded = sharded_parameter(tensor)
+        if sharded is not tensor and sharded.grad is not None:
+            tensor.grad = sharded.grad.to_local()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -461,20 +461,21 @@ def step_optimizer(optimizer: Optimizer) -> None:
 def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     """Step; return how many weights of a sample changed, and how many are in the sample.
 
-    The sample has evenly spaced weights of this process, of those whose gradient is not 0.
+    A weight of 16 bits does not change if a step is smaller than its rounding. The sample is every n-th weight of this
+    process, without those whose gradient is 0.
     """
-    tensors = [tensor for tensor in _list_optimized(optimizer) if whole_parameter(tensor).grad is not None]
-    every = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1  # one weight of so many is sampled
-    every |= 1  # made odd: with an even step, and an even number of columns, only half of the columns would be met
+    tensors = [tensor for tensor in _list_optimized(optimizer) if sharded_parameter(tensor).grad is not None]
+    stride = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
+    stride |= 1  # odd: an even stride over rows of even length would only ever reach half of the columns
     before = []
     for tensor in tensors:
-        has_gradient = local_tensor(whole_parameter(tensor).grad).flatten()[::every] != 0
-        before.append((tensor, tensor.flatten()[::every].clone(), has_gradient))
+        has_gradient = local_tensor(sharded_parameter(tensor).grad).flatten()[::stride] != 0
+        before.append((tensor, tensor.flatten()[::stride].clone(), has_gradient))
     step_optimizer(optimizer)
     n_changed = 0
     n_weights = 0
     for tensor, weights, has_gradient in before:
-        has_changed = has_gradient & (tensor.flatten()[::every] != weights)
+        has_changed = has_gradient & (tensor.flatten()[::stride] != weights)
         n_changed += int(has_changed.sum())
         n_weights += int(has_gradient.sum())
     return n_changed, n_weights
@@ -490,12 +491,12 @@ def optimizer_state(optimizer: Optimizer) -> dict:
     saved = optimizer.state_dict()
     states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter
     for i, tensor in enumerate(_list_optimized(optimizer)):
-        whole = whole_parameter(tensor)
-        if whole is tensor:
+        sharded = sharded_parameter(tensor)
+        if sharded is tensor:
             continue
         for key, value in states.get(i, {}).items():
             if torch.is_tensor(value) and value.shape == tensor.shape:  # unlike a counter of steps
-                states[i][key] = join_parts(value, whole.device_mesh, whole.placements, like=whole)
+                states[i][key] = join_parts(value, sharded.device_mesh, sharded.placements, like=sharded)
     return {**saved, "state": states}
 
 
@@ -510,19 +511,19 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     # First send the state without the values of sharded tensors, then these tensors one by one.
     small_states = {i: dict(values) for i, values in states.items()}
     for i, values in small_states.items():
-        whole = whole_parameter(tensors[i])
+        sharded = sharded_parameter(tensors[i])
         for key, value in values.items():
-            if whole is not tensors[i] and torch.is_tensor(value) and value.shape == whole.shape:
+            if sharded is not tensors[i] and torch.is_tensor(value) and value.shape == sharded.shape:
                 values[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     received = from_rank_0(None if state is None else {**state, "state": small_states})
     for i, values in received["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
                 tensor = broadcast(states[i][key] if mesh.rank == 0 else None, value, mesh)
-                whole = tensors[i].whole
-                everywhere = [Replicate()] * whole.device_mesh.ndim
-                replicated = join_parts(tensor, whole.device_mesh, everywhere, like=whole)
-                values[key] = replicated.redistribute(placements=whole.placements).to_local()
+                sharded = tensors[i].sharded
+                everywhere = [Replicate()] * sharded.device_mesh.ndim
+                replicated = join_parts(tensor, sharded.device_mesh, everywhere, like=sharded)
+                values[key] = replicated.redistribute(placements=sharded.placements).to_local()
     optimizer.load_state_dict(received)
     # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.
     for values in optimizer.state.values():

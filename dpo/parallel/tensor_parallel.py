@@ -301,6 +301,7 @@ def _get_local_leaf(parameter: Any, name: str, style: Style, rank: int) -> Tenso
     The leaf is made once, and kept as the parameter's attribute `local`.
     """
     if not hasattr(parameter, "local"):
+        # Without gradients `to_local` returns the parameter's own tensor, which must not need one: detach it again.
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
             # Where the input is cut, outputs are summed over ranks, and only one rank may add the bias.
@@ -308,7 +309,7 @@ def _get_local_leaf(parameter: Any, name: str, style: Style, rank: int) -> Tenso
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
-            # A weak reference, or parameter, leaf and hook would keep each other alive.
+            # The reference is weak, as a strong one would make a cycle of parameter, leaf and hook.
             local.register_post_accumulate_grad_hook(partial(_pass_gradient_on, weakref.ref(parameter), placements))
     return parameter.local
 

@@ -119,9 +119,9 @@ class Progress(Callback):
                 self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
-        """Show `done` items of the innermost task, and a note.
+        """Show that `done` items of the innermost task are done, and a note.
 
-        Without a bar, this is a line, unless the last line is younger than `interval` seconds.
+        Where bars are not drawn, print the bar's text, unless the last line is younger than `interval` seconds.
         """
         bar = self._bars[-1]
         bar.set_postfix_str(note, refresh=False)

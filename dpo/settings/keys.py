@@ -136,6 +136,7 @@ class ModelPlan(NamedTuple):
 
     @property
     def tokenizer(self) -> str:
+        """The name or path of the tokenizer, by default the model's."""
         return self.tokenizer_name_or_path or self.name_or_path
 
 
@@ -449,7 +450,8 @@ def _compose(**chosen: str) -> dict:
             return merge_defaults(describe_added_loss(chosen["loss"]), folder)
         for name in (chosen.get(group), "none"):
             file = folder / f"{name}.yaml"
-            if os.path.isfile(file) and "/" not in str(name):  # a recorded name may be a path
+            # In the config of an old run, a name may be a path, which is not looked up.
+            if os.path.isfile(file) and "/" not in str(name):
                 return load_file(file)
         return None
 

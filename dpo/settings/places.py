@@ -99,7 +99,7 @@ def find_local(name: str) -> Path | None:
 
 
 def check_exists(path: Path | None) -> None:
-    """Raise InputError for a local path where nothing is, before a Hub is asked for it."""
+    """Raise InputError if nothing exists at a local path. None, a name that may be a Hub id, passes (`find_local`)."""
     if path is None or os.path.exists(path):
         return
     names = os.listdir(path.parent) if os.path.isdir(path.parent) else []

@@ -292,7 +292,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 
 def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.socket, timeout_secs: float) -> None:
-    """Start workers, and return when all are done, or raise why they are not; leave none behind.
+    """Start workers, and return when all are done, or raise the error that ended the run; leave no worker running.
 
     The workers meet at the port where `listener` listens.
     """
@@ -302,8 +302,8 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
     pipes = []  # by rank; a worker sends how its work ended
     stop_signals = []  # numbers of those that this process got
 
-    def forward(number: int) -> str:
-        """Send workers SIGTERM, on which they save and stop."""
+    def stop_workers(number: int) -> str:
+        """Send workers SIGTERM, on which they save and stop; return the message to print."""
         stop_signals.append(number)
         for process in processes:
             if process.is_alive():
@@ -311,7 +311,7 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
         return "stopping after saving what was trained"
 
     try:
-        with on_stop_signals(forward):
+        with on_stop_signals(stop_workers):
             for rank in range(world_size):
                 rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port)
                 if rank == 0:
@@ -328,7 +328,7 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
                 processes.append(process)
                 pipes.append(receiver)
             if stop_signals:  # one came while a worker was starting, and did not reach this worker
-                forward(stop_signals.pop())  # which adds it again; earlier workers ignore a second one
+                stop_workers(stop_signals.pop())  # which adds it again; earlier workers ignore a second one
             _wait_for_workers(processes, pipes, stop_signals, timeout_secs)
     finally:
         for process in processes:

@@ -41,20 +41,25 @@ def check_own(path: Path, mark: str) -> None:
     raise InputError(f"{path} is none of the files that this command writes: move it away, or choose another directory")
 
 
-def read_json(path: Path, parse: Callable = json.loads) -> Any:
-    """Return the content of a file as JSON, or as `parse` reads it from a text. Raises InputError for an invalid file.
+def read_json(path: Path) -> Any:
+    return _parse_file(path, json.loads)
 
-    A missing file raises FileNotFoundError.
-    """
+
+def read_yaml(path: Path) -> Any:
+    return _parse_file(path, yaml.safe_load)
+
+
+def read_text(path: Path) -> str:
+    return _parse_file(path, str)
+
+
+def _parse_file(path: Path, parse: Callable) -> Any:
+    """Return what `parse` makes of a file's text; InputError for an invalid file, FileNotFoundError for none."""
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
     except Exception as error:  # PyYAML raises an IndexError for `!!int ""`, for instance
         raise InputError(f"{path} cannot be read: {one_sentence(error)}") from error
-
-
-def read_yaml(path: Path) -> Any:
-    return read_json(path, yaml.safe_load)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -139,7 +144,7 @@ def read_json_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator
             yield value
 
 
-class KeptLines:
+class JsonLinesStore:
     """A file of JSON lines, each with a `key`, and in memory these lines by key; several threads may add lines.
 
     `mark` and `form`, to which `key` is added, are those of `read_json_lines`.

@@ -1,7 +1,7 @@
 """Waiting for work that one rank does alone, such as saving.
 
 The others poll the key-value store that rank 0 serves: in a collective they would time out, and handle no signals. A
-`place` is a name for the calls at one place of the code, from which the store's keys are made.
+`place` names a call site; the store's keys are made from it.
 """
 
 import os
@@ -34,10 +34,11 @@ def default_store() -> dist.Store:
 
 
 @contextmanager
-def asking_store() -> Iterator[dist.Store]:
+def store_with_watchdog() -> Iterator[dist.Store]:
     """Yield the store; this process aborts if the body is not done in time.
 
-    The store never answers if rank 0, which serves it, is stopped.
+    A call of the store does not return while rank 0, which serves it, is suspended or hangs. At SIGABRT a worker prints
+    its stack, and the parent takes it for one that lost contact.
     """
     store = default_store()
     watchdog = threading.Timer(store.timeout.total_seconds(), os.kill, (os.getpid(), signal.SIGABRT))
@@ -59,7 +60,7 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
     longest = longest_secs or LONGEST_WORK * store.timeout.total_seconds()
     deadline = time.monotonic() + longest
     while True:
-        with asking_store():
+        with store_with_watchdog():
             if store.check([key]):
                 return store.get(key).decode()
             if store.check([FAILURE_KEY]):
@@ -101,7 +102,7 @@ def name_call(place: str) -> str:
     """
     if not has_other_ranks():
         return place
-    with asking_store() as store:
+    with store_with_watchdog() as store:
         return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
 
 

@@ -111,8 +111,12 @@ class Evaluator:
         samples = []
         for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
-            fed = mark_truncation(example, prompt, tokenizer)  # what the models get, with a mark where text is missing
-            sample = Sample(fed, policy.text, None, policy.ended, turns=write_turns(prompt, fed, tokenizer))
+            prompt_text = mark_truncation(
+                example, prompt, tokenizer
+            )  # what the models get, with a mark where text is missing
+            sample = Sample(
+                prompt_text, policy.text, None, policy.ended, turns=write_turns(prompt, prompt_text, tokenizer)
+            )
             for reference in others:  # one or none
                 sample = sample._replace(reference=reference.text, reference_ended=reference.ended)
             samples.append(sample)

@@ -212,7 +212,7 @@ class OnlineBatches(Batches):
             examples[i] = to_answer[i]._replace(
                 responses=(chosen.tokens, rejected.tokens),
                 digest=text_digest(pair.prompt, {"chosen": chosen.text, "rejected": rejected.text}),
-                response_is_cut=not (chosen.ended and rejected.ended),
+                response_is_truncated=not (chosen.ended and rejected.ended),
             )
             if pair.is_tie and self.online.ties == "skip":
                 weights[i] = 0.0  # it stays in the batch, so that every process has as many forwards as without ties

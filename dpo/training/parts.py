@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpo.checkpoint.resume import record_config, record_inputs
+from dpo.checkpoint.resume import config_for_manifest, inputs_for_manifest
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
@@ -84,8 +84,8 @@ class TrainerParts(RunState):
             callbacks=self.callbacks,
         )
         self.facts = {  # for the manifests of checkpoints
-            "config": record_config(plan),
-            **record_inputs(data, policy.config),
+            "config": config_for_manifest(plan),
+            **inputs_for_manifest(data, policy.config),
             "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
         }
         if resume_from:

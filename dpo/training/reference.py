@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.parallel.sharding import gather_like, local_tensor, release_gathered
+from dpo.parallel.sharding import gather_part_like, local_tensor, release_gathered
 from dpo.system.plain_files import check_readable, replacing
 
 
@@ -89,5 +89,5 @@ class Reference:
         release_gathered(policy)  # so that parameters are shards, on every process
         release_gathered(self.model)
         for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
-            local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
+            local_tensor(reference_weight).copy_(gather_part_like(policy_weight, reference_weight))
         self.logps.table.fill(np.nan)

@@ -85,7 +85,7 @@ def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, 
     assert text.startswith("[system] Be kind.\n[user] ")
     assert text.endswith(kept)
     assert len(example.prompt) <= LIMITS["max_prompt_length"]
-    assert (report["truncated_prompts"], example.prompt_is_cut) == (1, True)
+    assert (report["truncated_prompts"], example.prompt_is_truncated) == (1, True)
     # the same prompt before an answer for which there is room is whole
     room = {"max_length": 999, "max_prompt_length": 40}
     [whole] = encode_examples(list_examples(PromptTable(tmp_path / "train.jsonl")[0]), TextEncoder(tokenizer), **room)

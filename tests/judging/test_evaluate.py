@@ -25,7 +25,7 @@ from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_for
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel
 from dpo.system.host import is_installed
-from dpo.system.plain_files import KeptLines, read_json
+from dpo.system.plain_files import JsonLinesStore, read_json
 
 SHORT = ("--max-new-tokens", "6", "--out", "out")
 
@@ -241,7 +241,7 @@ def test_a_file_of_answers_that_is_damaged_is_named_with_the_line(line, tmp_path
     begins = '{"key": "0123456789abcdef", "model": "m", "answer": "a", "tokens": [1], "ended": true}'
     path.write_text(f"{begins}\n{line}\n")
     with refused("line 2 of .*answers.jsonl cannot be read: move the file away"):
-        KeptLines(path, ANSWER_MARK, ANSWER_FORM)
+        JsonLinesStore(path, ANSWER_MARK, ANSWER_FORM)
 
 
 def test_two_models_of_one_name_are_called_by_their_paths(run_dir, tmp_path, printed):

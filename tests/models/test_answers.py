@@ -104,7 +104,7 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     prompt = Prompt("\n\nHuman: Who has seen the red umbrella?\n\nAssistant:", [], [], mode)
     ids = tokenizer(prompt.text)["input_ids"]
     cut = tuple(ids[:12] if mode == "keep_start" else ids[-12:])
-    assert mark_truncation(Example(cut, (), prompt_is_cut=True), prompt, tokenizer) == fed
+    assert mark_truncation(Example(cut, (), prompt_is_truncated=True), prompt, tokenizer) == fed
     assert mark_truncation(Example(tuple(ids), ()), prompt, tokenizer) == prompt.text
 
 
