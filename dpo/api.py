@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Through these files the child tells this process where it writes, and why it failed.
-PLACE_FILE = "place.txt"
+RUN_DIR_FILE = "place.txt"
 FAILURE_FILE = "failure.json"
 
 
@@ -91,24 +91,24 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
         overrides = [f"{key}={_write_value(value)}" for key, value in keys.items()]
     else:
         overrides = shlex.split(keys) if isinstance(keys, str) else [*keys]
-    given = {parse_key(override): override for override in overrides}
-    if data is None and not given.keys() & {"datasets", "experiment"}:
+    by_key = {parse_key(override): override for override in overrides}
+    if data is None and not by_key.keys() & {"datasets", "experiment"}:
         raise InputError("there is no data: pass data=ROWS, or set the key datasets")
-    other_data = given.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
+    other_data = by_key.keys() & {"datasets", "dataset_sources.rows", "dataset_sources.rows.path"}
     if data is not None and other_data:
         raise InputError(f"data and {', '.join(other_data)} exclude each other: use one")
     if isinstance(data, (str, Path)):
         overrides.append(f"datasets={_write_value([data])}")
     elif data is not None:
-        # A caller who has a DataFrame has imported pandas.
+        # pandas is not imported here: a caller who passes a DataFrame has imported it.
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
             data = data.to_dict("records")
-        local_dirs = given.get("local_dirs")  # the whole override, such as "local_dirs=[runs]"
+        local_dirs = by_key.get("local_dirs")  # the whole override, such as "local_dirs=[runs]"
         stored = store_rows({"datasets": data, "local_dirs": local_dirs and PARSER.parse_override(local_dirs).value()})
         if "dataset_sources" not in stored:  # `store_rows` did not recognize `data` as rows
             raise InputError(f"data is {redact(repr(data))[:100]}: pass rows, or one split of a Dataset")
         overrides += ["datasets=[rows]", f"dataset_sources.rows={_write_value(stored['dataset_sources']['rows'])}"]
-    if not given.keys() & {"exp_name", "experiment"}:
+    if not by_key.keys() & {"exp_name", "experiment"}:
         overrides.append("exp_name=notebook")
     return Result(_train_in_child(overrides))
 
@@ -121,7 +121,7 @@ def _write_value(value: Any) -> str:
         return "{" + ",".join(f"{name}:{_write_value(part)}" for name, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_write_value, value))}]"
-    if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before them
+    if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before a quote
         text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", str(value))
         return "'" + text.replace("'", r"\'") + "'"
     return str(value)
@@ -135,12 +135,12 @@ def _train_in_child(overrides: Sequence[str]) -> Path:
     """
     with tempfile.TemporaryDirectory() as folder, tqdm(unit="update") as bar:
         output = _Tail(Path(folder, "output.txt"))
-        place = Path(folder, PLACE_FILE)  # holds the run's directory, once the child knows it
+        run_dir_file = Path(folder, RUN_DIR_FILE)  # exists once the child knows the run's directory
         metrics = None  # the run's metrics.jsonl, once its directory is known
-        start = f"from dpo.api import _run_child; _run_child({os.getpid()}, {folder!r})"
+        code = f"from dpo.api import _run_child; _run_child({os.getpid()}, {folder!r})"
         with output.path.open("wb") as file:
             child = subprocess.Popen(
-                **host.python_process_options("-c", start, *overrides),
+                **host.python_process_options("-c", code, *overrides),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -150,18 +150,18 @@ def _train_in_child(overrides: Sequence[str]) -> Path:
             has_ended = False
             while not has_ended:
                 time.sleep(0.3)
-                has_ended = child.poll() is not None  # what it wrote before is read below
+                has_ended = child.poll() is not None  # asked before its output is read, so that none is missed
                 for line in output.read():
                     if not line.startswith("update "):  # the bar shows these
                         bar.write(line)
-                if metrics is None and place.exists():
-                    metrics = _Tail(Path(place.read_text(encoding="utf-8"), "metrics.jsonl"))
+                if metrics is None and run_dir_file.exists():
+                    metrics = _Tail(Path(run_dir_file.read_text(encoding="utf-8"), "metrics.jsonl"))
                 if metrics is not None:
                     preflight = metrics.path.with_name("preflight.json")
                     if bar.total is None and preflight.exists():  # written once the data is loaded
                         bar.total = read_json(preflight)["updates"]
                     for line in metrics.read():
-                        bar.update(json.loads(line)["updates"] - bar.n)  # it takes the increase
+                        bar.update(json.loads(line)["updates"] - bar.n)  # `update` takes the increase
         except BaseException:
             child.terminate()
             child.wait()
@@ -198,8 +198,8 @@ class _Tail:
 def _run_child(parent: int, folder: str) -> None:
     """Train in this process, the child that `_train_in_child` starts, by the overrides on its command line.
 
-    It stops when its parent, whose process id is `parent`, ends. Files in `folder` tell the parent the run's directory,
-    and why the run failed if it did.
+    The child stops when its parent, whose process id is `parent`, ends. Files in `folder` tell the parent the run's
+    directory, and why the run failed if it did.
     """
     end_with_parent(parent, signal.SIGTERM)
     host.harden_stdio()
@@ -213,7 +213,7 @@ def _run_child(parent: int, folder: str) -> None:
                 raise InputError("\n".join(problems))
             if plan is None:
                 raise InputError("dpo.run trains one run: leave out options such as -m")
-            write_file(Path(folder, PLACE_FILE), os.path.abspath(plan.run.local_run_dir).encode())
+            write_file(Path(folder, RUN_DIR_FILE), os.path.abspath(plan.run.local_run_dir).encode())
             run_plan(plan)
         except (InputError, RunError) as error:
             failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}

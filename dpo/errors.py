@@ -49,7 +49,7 @@ class WarningLine(str):
         return line
 
     def __str__(self) -> str:
-        """Return the line as it is, so that `print` writes an object of this class."""
+        """Return this object, not a plain `str`, so that `print` hands a WarningLine to the log."""
         return self
 
 
@@ -68,17 +68,17 @@ def one_sentence(error: BaseException) -> str:
     return f"{text} ({advice})" if advice else text
 
 
-def suggest(given: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
-    """Return ": did you mean NAME?" if one of `names` is similar to what was given, else "".
+def suggest(typed: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
+    """Return ": did you mean NAME?" if one of `names` is similar to what was typed, else "".
 
     `likeness`, from 0 to 1, is how similar a name must at least be, by difflib's ratio.
     """
     by_lowercase = {name.lower(): name for name in names}
-    given = given.lower()
-    swapped = [name for name in by_lowercase if sorted(name) == sorted(given)]  # such as dpo for dop
-    similar = swapped + difflib.get_close_matches(given, by_lowercase, n=1, cutoff=likeness)
-    written = [by_lowercase[name] for name in dict.fromkeys(similar)]  # each once
-    return f": did you mean {' or '.join(written)}?" if written else ""
+    typed = typed.lower()
+    swapped = [name for name in by_lowercase if sorted(name) == sorted(typed)]  # such as dpo for dop
+    similar = swapped + difflib.get_close_matches(typed, by_lowercase, n=1, cutoff=likeness)
+    suggestions = [by_lowercase[name] for name in dict.fromkeys(similar)]  # each once
+    return f": did you mean {' or '.join(suggestions)}?" if suggestions else ""
 
 
 def find_advice(error: BaseException) -> str | None:
@@ -91,7 +91,7 @@ def find_advice(error: BaseException) -> str | None:
 
 @contextmanager
 def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
-    """Replace errors inside that are of the class or classes `errors` by the exception `make(message)`."""
+    """Replace an error inside the context, of the class or classes `errors`, by the exception `make(message)`."""
     try:
         yield
     except errors as error:
@@ -99,13 +99,13 @@ def explaining(errors: Any, make: Callable[[str], Exception]) -> Iterator:
 
 
 def needing(package: str) -> AbstractContextManager:
-    """Replace the error that a module imported inside is missing by an InputError: how to install `package`."""
+    """Raise an InputError that says how to install `package` if a module imported inside the context is missing."""
     return explaining(ModuleNotFoundError, lambda why: InputError(f"{why}: pip install {package}"))
 
 
 @contextmanager
 def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
-    """Replace an error that a library raises inside by the exception `make(error)`.
+    """Replace an error that a library raises inside the context by the exception `make(error)`.
 
     Errors that are already explained, a lack of memory and the failure of another process pass unchanged, as callers
     handle them.
@@ -121,13 +121,13 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
 
 def is_memory_error(error: BaseException) -> bool:
     """Whether memory ran out, in torch, cuBLAS, cuDNN or NCCL: most of them raise a plain RuntimeError that says so."""
-    signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last of "can't" and "couldn't"
+    signs = ("out of memory", "_STATUS_ALLOC_FAILED", "t allocate memory")  # the last comes after "can'" or "couldn'"
     is_torchs = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     return isinstance(error, MemoryError) or is_torchs
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a file could not grow, as the disk, a quota or the limit of a file's size was reached."""
+    """Whether a file could not grow: the disk is full, or a quota or the limit of a file's size is reached."""
     # The codes are 27 for the limit of a file's size (EFBIG), 28 for a full disk (ENOSPC) and 122 for a quota (EDQUOT).
     # Python writes them as "[Errno 28]", and Rust, in which safetensors is written, as "(os error 28)". The message of
     # torch.save has no code, but "unexpected pos".
@@ -136,7 +136,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def explaining_full_disk() -> Iterator:
-    """Replace an error inside that says that the disk is full by a RunError that names the file."""
+    """Replace an OSError inside the context that says that the disk is full by a RunError that names the file."""
     try:
         yield
     except OSError as error:
@@ -148,4 +148,4 @@ def explaining_full_disk() -> Iterator:
 def is_lost_contact(error: BaseException) -> bool:
     """Whether a collective or torch's store failed, probably because another process did."""
     classes = {base.__name__ for base in type(error).__mro__}  # by name, as importing torch takes seconds
-    return "DistError" in classes or "/gloo/" in str(error)  # gloo's have no class, but the path of its source
+    return "DistError" in classes or "/gloo/" in str(error)  # gloo's errors have no class, but a path of its source

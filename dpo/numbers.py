@@ -6,7 +6,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """Write a number with `digits` significant digits; if more stand before the point, in full, as in `12,345`."""
+    """Write a number with `digits` significant digits; with more before the point, in full, as `12,345`."""
     if abs(value) >= 10**digits:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -26,7 +26,7 @@ def signed(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share, 1 for all, in percent, with a decimal near 0 and 1; "unknown" if it is not finite."""
+    """Write a share (1 is all) in percent, with one decimal near 0 and 1; "unknown" if it is not finite."""
     if not math.isfinite(share):
         return "unknown"
     has_decimal = 0.99 < share < 0.9995 or 0.0005 <= share < 0.01
@@ -37,6 +37,6 @@ def percent(share: float) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """Write a number with its noun, such as `1 update` or `2,048 updates`; `many` is a plural other than ONEs."""
+    """Write a number with its noun, such as `1 update` or `2,048 updates`; `many` is the plural, by default ONEs."""
     noun = one if n == 1 else many or f"{one}s"
     return f"{n:,.0f} {noun}"

@@ -44,9 +44,9 @@ def add_loss(name: str, formula: Callable[..., Losses], **fields: Any) -> None:
 
 
 def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
-    """Add `datasets=[NAME]`: `load("train")` and `load("test")` give rows, as docs/formats.md describes.
+    """Add `datasets=[NAME]`: `load("train")` and `load("test")` return rows, as docs/formats.md describes.
 
-    If `load("test")` gives None, prompts are held out as the test split.
+    If `load("test")` returns None, some of the prompts are held out as the test split.
     """
     _check_name(name, DATASETS, "dataset")
     DATASETS[name] = load
@@ -55,7 +55,7 @@ def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
 def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
     """Add `dataset_sources.DATASET.reader=NAME`.
 
-    `read` makes a row as docs/formats.md describes it from a row of the data, or returns None to leave the row out.
+    `read` turns a row of the data into one that docs/formats.md describes, or returns None to leave the row out.
     """
     _check_name(name, READERS, "reader")
     READERS[name] = read
@@ -74,7 +74,7 @@ def add_callback(name: str, callback: type) -> None:
 
 
 def _check_name(name: str, table: Mapping, what: str) -> None:
-    """Raise InputError for a name that the table has, or that is not an identifier with - counted as _."""
+    """Raise InputError for a name that the table has, or that is no identifier (in which - counts as _)."""
     if name in table or not name.replace("-", "_").isidentifier():
         raise InputError(f"{what} {name!r}: this name is taken, or has other characters than letters, digits and _")
 

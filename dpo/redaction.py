@@ -19,8 +19,8 @@ SECRET_KEY = re.compile(
 # Special tokens of a tokenizer are no secrets, although SECRET_KEY matches their names.
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-# Searched in texts of others, so each takes a time that grows no faster than the text: no run of characters is searched
-# again from its middle.
+# Others may have written the texts that these patterns search, so the time must grow no faster than the text: no run of
+# characters is searched again from its middle.
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
 URL_SECRETS = re.compile(
     r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+",
@@ -53,16 +53,16 @@ def _list_secrets() -> Iterator[str]:
     logins = os.environ.get("NETRC") or f"{home}/.netrc"
     for file in (token, f"{hub}/stored_tokens", logins):
         with suppress(OSError):  # there is no such file, or it may not be read
-            found = os.stat(file)
-            if stat.S_ISREG(found.st_mode):
-                yield from _read_secrets(file, found.st_mtime_ns)
+            status = os.stat(file)
+            if stat.S_ISREG(status.st_mode):
+                yield from _read_secrets(file, status.st_mtime_ns)
 
 
 @lru_cache(8)
-def _read_secrets(file: str, changed: int) -> list[str]:
+def _read_secrets(file: str, mtime_ns: int) -> list[str]:
     """Find the secrets in a file: tokens alone on their line, values of an INI file, passwords of a netrc file.
 
-    `changed` is the file's time of modification, with which the cache notices a new login.
+    `mtime_ns` is the time at which the file was last modified, by which the cache notices a new login.
     """
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     return re.findall(r"(?:^(?=\S+$)|=\s*|password\s+)(\S+)", text, re.MULTILINE)
@@ -108,7 +108,7 @@ def redact(value: Any) -> Any:
         if len(secret.strip()) >= MIN_SECRET:
             for form in _list_forms(secret.strip()):
                 text = text.replace(form, "REDACTED")
-    # Each word is searched up to its last @: after it there are no credentials, but perhaps many ://.
+    # Each word is searched up to its last @: after it there are no credentials, but perhaps many ://, which take time.
     text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
     text = URL_SECRETS.sub(r"\1REDACTED", text)
     return ASSIGNMENT.sub(lambda match: f"{match[1]}=REDACTED" if is_secret(match[1]) else match[0], text)

@@ -95,8 +95,8 @@ def run(plan: Plan) -> None:
                 heartbeat_timeout_secs=plan.run.heartbeat_timeout_secs,
             )
     except (RunError, Stopped):
-        # The log of a run that has begun gets what this process prints about the error, though another process wrote
-        # it.
+        # If the run has begun, its log gets what this process prints about the error; another process has written it
+        # so far.
         if is_rank_0 and read_run_facts(Path(plan.run.local_run_dir)):
             RUN_LOG.open(plan.run.local_run_dir)
         raise
@@ -106,8 +106,8 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
     """Do the work of process `rank`.
 
     `world_size` is not used, as the plan has it; `launch` passes it to any worker. `models` are policy and reference of
-    a caller (see `TrainerParts`), or None: those that the plan names are loaded. `printed` has what rank 0's parent has
-    printed, by name of a file in the run's directory, where it comes first.
+    a caller (see `TrainerParts`), or None: those that the plan names are loaded. `printed` maps names of files in the
+    run's directory to what rank 0's parent has printed for them, with which they begin.
     """
     if rank == 0:
         RUN_LOG.begin(printed)

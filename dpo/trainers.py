@@ -1,4 +1,4 @@
-"""The trainer, with parts that `train.py` makes, and the reference code's trainers, which make their own."""
+"""The trainer of a plan and its data, and the reference code's trainers, which make both from a config."""
 
 import itertools
 import math
@@ -88,7 +88,7 @@ class Trainer(TrainerParts):
             self.sample_if_due()
 
     def train_step(self, batch: Batch) -> Update:
-        """Make one update on a global batch; all processes get the same, each with its own microbatches."""
+        """Make one update on a global batch, and return it; each process runs its own microbatches of the batch."""
         start = time.perf_counter()
         objective = self.objective
         self.policy.train()
@@ -350,9 +350,9 @@ class BasicTrainer(Trainer):
         self.rank = rank
         self.world_size = world_size
         stored: Any = store_rows(config)
-        given: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
-        given |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
-        plan = decide_autocast(resolve(given, world_size=world_size, with_plugins=True))
+        values: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
+        values |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
+        plan = decide_autocast(resolve(values, world_size=world_size, with_plugins=True))
         # Unlike `dpo train`, this class refuses only values that are wrong by themselves, and needs no exp_name.
         raise_problems([problem for problem in find_value_problems(plan.values) if problem.key != "exp_name"])
         self.config = OmegaConf.create(plan.nested_values())
@@ -378,9 +378,9 @@ class BasicTrainer(Trainer):
         split = "train" if train else "eval"
         objective = replace(self.objective, loss=find_loss(loss_config))
         microbatch = self._make_microbatch(batch)
-        # The reference code has no weights.
-        equally = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
-        losses, columns = objective.losses(microbatch, equally, split=split)
+        # The reference code has no weights of examples.
+        context = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
+        losses, columns = objective.losses(microbatch, context, split=split)
         metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}
         return losses.mean(), metrics
 
@@ -411,7 +411,7 @@ class BasicTrainer(Trainer):
 
 
 class FSDPTrainer(BasicTrainer):
-    name = "FSDPTrainer"  # what is trained is sharded, frozen weights are sharded or whole
+    name = "FSDPTrainer"  # trained weights are sharded; frozen weights are sharded or whole
 
 
 class TensorParallelTrainer(BasicTrainer):

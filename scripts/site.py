@@ -1,6 +1,6 @@
-"""The site: pages that are generated, and links that lead out of `docs/` (`make docs`).
+"""The site (`make docs`): pages that are generated, and links that lead out of `docs/`.
 
-The support matrix is made of the checks that a command line gets: what it refuses is a number, with the sentence below.
+The support matrix comes from the checks of a command line. A number stands for a refusal, whose sentence is below.
 """
 
 import re
@@ -70,15 +70,15 @@ COMMON = (
     "loss=dpo online=none lora=none exp_name=x model.name_or_path=x local_run_dir=x datasets=[demo] "
     "sample_during_eval=false online.scorer=shorter"
 )
-LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # kinds of data with which dpo cannot do
+LOSS_OF = {"labelled answers": "loss=kto", "completions": "loss=sft"}  # data that loss=dpo cannot train on
 
 
 def find_refusal(*choices: str) -> str:
     """Return the first sentence with which these choices of AXES are refused together; "" if they are accepted."""
     kind = next((choice for choice in choices if choice in ROWS), "pairs")
     typed = [choice for choice in choices if choice not in ROWS]
-    if "online=online" not in typed:  # else it is a run of prompts
-        typed.insert(0, LOSS_OF.get(kind, ""))
+    if "online=online" not in typed:  # an online run trains on the prompts of any data
+        typed.insert(0, LOSS_OF.get(kind, ""))  # first, so that a loss among the choices overrides it
     keys = {}
     for override in " ".join([COMMON, *typed]).split():  # no value has spaces
         key, _, value = override.partition("=")
@@ -86,7 +86,8 @@ def find_refusal(*choices: str) -> str:
     defaults = find_defaults(keys)
     if defaults.get("loss.beta") == MISSING:
         keys["loss.beta"] = 0.1
-    known = {key: value for key, value in keys.items() if key in defaults}  # those of online need online=online
+    # The keys of online=online exist only with it.
+    known = {key: value for key, value in keys.items() if key in defaults}
     plan = make_plan(defaults | known)
     for problem in find_problems(plan):
         return problem.sentence
@@ -142,12 +143,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links for the site: those to pages get the page's name, those to other files become plain text."""
+    """Rewrite links for the site: a link to a page gets the page's name, a link to another file becomes plain text."""
     if page.file.src_uri in PAGES.values():  # a file from outside docs/, whose links lead into it
         markdown = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", markdown)
 
-    def rewrite(found: re.Match) -> str:
-        text, target, anchor = found.groups("")
+    def rewrite(link: re.Match) -> str:
+        text, target, anchor = link.groups("")
         target = PAGES.get(target.removeprefix("../"), target)
         is_page = target.startswith("http") or (ROOT / "docs" / target).exists() or target in PAGES.values()
         return f"[{text}]({target}{anchor})" if is_page else text

@@ -1,4 +1,4 @@
-"""Curves of runs: a thin line through every update, a thick one of their running mean, and markers of evaluations."""
+"""Charts of runs: a thin line through all updates, a thick one for their running mean, and markers for evaluations."""
 
 import io
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 from dpo.analysis.runs import LoggedRun
 from dpo.errors import needing
 
-SOFTWARE = "dpo report"  # in the metadata of each picture, which marks it as ours
+SOFTWARE = "dpo report"  # in the metadata of each picture: a later report replaces only pictures that have it
 STYLE = [
     "tableau-colorblind10",
     {
@@ -24,14 +24,14 @@ STYLE = [
         "axes.spines.right": False,
     },
 ]
-LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # (line of means, marker of evaluations) for a chart's metrics
+LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"))  # (line of running means, marker of evaluations), by metric
 
 
 class Chart(NamedTuple):
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
     in_percent: bool = False  # values are from 0 to 1, shown in percent
-    baseline: float | None = None  # height of a horizontal line: 0, or the accuracy of chance
+    baseline: float | None = None  # where a horizontal line is drawn: 0, or the accuracy by chance
 
 
 CHARTS = (  # in the order of the report
@@ -55,11 +55,11 @@ CHARTS = (  # in the order of the report
 
 
 class Line(NamedTuple):
-    label: str  # "" if the title says what it is
-    color: int  # a place in matplotlib's cycle of colors: one per run, or per metric if there is one run
-    style: int  # an index in LINE_STYLES: one per metric
+    label: str  # "" if the chart has one run and one metric, which its title names
+    color: int  # an index in matplotlib's cycle of colors: the run's number, or the metric's if there is one run
+    style: int  # an index in LINE_STYLES: the metric's number in its chart
     updates: tuple[np.ndarray, np.ndarray]  # (numbers of examples trained on, values of the metric)
-    evaluations: tuple[np.ndarray, np.ndarray]  # the same on held-out examples
+    evaluations: tuple[np.ndarray, np.ndarray]  # (the same numbers, values on held-out examples)
 
 
 def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
@@ -76,7 +76,7 @@ def plan_charts(runs: list[LoggedRun]) -> Iterator[tuple[Chart, list[Line]]]:
                 updates = run.train.points(metric.replace("SPLIT", "train"))
                 label = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
                 color = metric_number
-                if len(runs) > 1:  # then colors tell runs apart, and styles metrics
+                if len(runs) > 1:  # then colors tell runs apart, and line styles tell metrics apart
                     label = f"{run.name} {label}".strip()
                     color = run_number
                 if len(updates[1]) or len(evaluations[1]):
@@ -110,12 +110,11 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
             mean_style, evaluation_marker = LINE_STYLES[line.style]
             examples, values = line.updates
             update_marker = "."
-            if len(values) >= 8:  # fewer are drawn as they are, each with a point
+            if len(values) >= 8:  # fewer values are drawn as they are, each with a point
                 axes.plot(examples, values, color=color, alpha=0.22, linewidth=0.7)
                 update_marker = ""
-                window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd
-                # The running mean is a sum over each window, divided by its number of values, which is smaller at the
-                # ends.
+                window = np.ones(max(5, len(values) // 15 | 1))  # `| 1` makes its length odd, so that it has a center
+                # The sum over each window is divided by the number of values in it, which is smaller at the ends.
                 values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
             if len(values):
                 axes.plot(examples, values, color=color, linestyle=mean_style, marker=update_marker, label=label)
@@ -135,7 +134,7 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
         if chart.baseline is not None:
             axes.axhline(chart.baseline, color="gray", linewidth=0.8)
         elif len(all_values) and all_values.min() > 0 and all_values.max() > 20 * np.median(all_values):
-            axes.set_yscale("log")  # or a few large values would flatten all others
+            axes.set_yscale("log")  # a linear scale would flatten all but a few large values
         if chart.in_percent:
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -1,6 +1,6 @@
-"""A ledger has a row for each example of each update and evaluation (docs/metrics.md). A row is a visit of its example.
+"""A ledger has a row for each example of each update and evaluation (docs/metrics.md): a row is a visit of an example.
 
-The rows are in an Arrow stream, which can be read after a kill and truncated, and in `ledger.parquet`.
+A run appends rows to an Arrow stream, which can be read after a kill and truncated, and copies them to a Parquet file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from dpo.system.plain_files import check_readable, replacing
 
 STREAM = "ledger.arrows"
 PARQUET = "ledger.parquet"
-SCHEMA = pa.schema(  # what an example does not have is null
+SCHEMA = pa.schema(  # values that an example does not have are null
     {
         "example": "string",
         "dataset": "string",
@@ -47,7 +47,7 @@ SCHEMA = pa.schema(  # what an example does not have is null
         "score_others": pa.list_(pa.float64()),
     }
 )
-LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
+LARGEST_ROUNDING = 0.01  # limit of a margin's rounding error, also if policy and reference have different dtypes
 
 
 def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
@@ -63,21 +63,21 @@ def append(stream: Path, rows: Sequence[Mapping] = ()) -> None:
 
 
 def write_parquet(run_dir: Path) -> None:
-    """Replace `ledger.parquet` by all rows that the stream has now. Raises InputError without a stream."""
-    import pyarrow.parquet as pq  # here, as runs without a ledger import this file too
+    """Write all rows of the stream to `ledger.parquet`, which is replaced. Raises InputError if there is no stream."""
+    import pyarrow.parquet as pq  # not at the top, as runs without a ledger import this module too
 
     table = read_ledger(run_dir)
     # Python opens the file, as Arrow opens only paths in UTF-8.
     with replacing(run_dir / PARQUET) as unfinished, unfinished.open("wb") as file:
-        recurring = ["example", "dataset", "split"]  # each of their texts is stored once
+        recurring = ["example", "dataset", "split"]  # columns of repeated texts, each of which is stored once
         pq.write_table(table, file, row_group_size=2**16, compression="zstd", use_dictionary=recurring)
 
 
 def read_ledger(run_dir: Path) -> pa.Table:
     """Return all rows so far, with the columns of SCHEMA.
 
-    They are in one chunk, as the bytes of a Parquet file would depend on how many rows were appended at a time.
-    Raises InputError for a directory without a ledger.
+    They are combined into one chunk, or the bytes of a Parquet file would depend on how many rows were appended at a
+    time. Raises InputError for a directory without a ledger.
     """
     check_exists(run_dir)
     if not (run_dir / STREAM).exists():
@@ -88,7 +88,7 @@ def read_ledger(run_dir: Path) -> pa.Table:
 def find_end(stream: Path, size: int) -> int:
     """Return the offset of the end of the last complete record batch within the first `size` bytes.
 
-    The offset is that after the schema if there is no batch, and 0 if the file is not a ledger.
+    If there is no such batch, this is the end of the schema; if the file is not a ledger, it is 0.
     """
     with suppress(InputError):
         return max((end for _, end in _read_appends(stream) if end <= size), default=0)
@@ -96,9 +96,9 @@ def find_end(stream: Path, size: int) -> int:
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
-    """Yield (rows, byte where they end) of each call of `append`, after (no rows, byte where the schema ends).
+    """Yield (no rows, offset of the schema's end), then (rows, offset of their end) for each call of `append`.
 
-    Rows that are unfinished or damaged end the iteration. Raises InputError if the schema is not a ledger's.
+    The iteration ends before rows that are unfinished or damaged. Raises InputError if the schema is not a ledger's.
     """
     check_readable(stream)
     with stream.open("rb") as file:
@@ -111,15 +111,15 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             try:
                 batch = reader.read_next_batch()
                 batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
-            except Exception as error:  # Arrow raises many classes at the end or for damage, also a MemoryError
-                if isinstance(error, OSError) and error.errno is not None:  # the system's own; Arrow's have no errno
+            except Exception as error:  # Arrow raises many classes at the end or for damage, even MemoryError
+                if isinstance(error, OSError) and error.errno is not None:  # from the system: Arrow sets no errno
                     raise
                 return
             yield pa.Table.from_batches([batch]), file.tell()
 
 
 class PairHistory(NamedTuple):
-    """A pair's rows after the first update. Earlier ones are left out: their margins are 0 or rounding errors."""
+    """Statistics of a pair's rows after the first update; the margins of earlier rows are 0 or rounding errors."""
 
     example: str
     dataset: str
@@ -140,7 +140,7 @@ class LedgerSummary(NamedTuple):
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again whose margin was always below 0, by more than rounding
-    never_flipped: list[PairHistory]  # at most `top` of them, as below, the most wrong first
+    never_flipped: list[PairHistory]  # the lowest relative margins first; both lists have at most `top`
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[PairHistory]
 
@@ -148,25 +148,26 @@ class LedgerSummary(NamedTuple):
 def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most `top`.
 
-    For the ranks, ties and visits before the first update do not count, as they tell nothing of a pair.
+    Ties, and visits before the first update, say nothing about a pair, so they are left out when pairs are judged.
     """
     margins = table["margin"].to_numpy()
     updates = table["update"].to_numpy()
     is_train = pc.equal(table["split"], "train").to_numpy()
-    # A training row has the number of its own update, from 1; an evaluation row has the number of updates before it.
+    # A training row has the number of its own update, and its margin is computed before the update's step. An
+    # evaluation row has the number of updates before it.
     is_before_first_update = np.where(is_train, updates == 1, updates == 0)
     is_finite = np.isfinite(margins)
     is_tie = pc.fill_null(table["tie"], False).to_numpy()
     # Before the first update, policy and reference are equal, so the largest margin there is the largest rounding
-    # error. If the two models differ from the start, margins are larger, and LARGEST_ROUNDING is taken.
+    # error. If the two models differ from the start, margins are larger, and LARGEST_ROUNDING is used.
     rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
 
     # Margins grow while training, so each is compared with the margins of its period and split.
-    [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of those that count, (visits,)
+    [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of the rows to judge by, (visits,)
     margins = margins[rows]
     last_update = updates.max(initial=1)
-    # A period is one of at most ten equal parts of the run's updates. Its number is doubled, plus 1 in training, so
-    # that each number stands for a period and a split.
+    # A period is one of at most ten equal parts of the run's updates. Its number is doubled, and 1 is added for
+    # training rows, so that each value of `periods` means one period of one split.
     periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
     relative_margins = np.zeros_like(margins)
     for period in np.unique(periods):
@@ -180,8 +181,8 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         visits = visits.append_column(name, pa.array(values))
     statistics = [("margin", function) for function in ("count", "max", "first", "last")]
     statistics += [("relative", "mean"), ("row", "first")]
-    # The table has a row per pair, with columns such as margin_max. "first" and "last" need the rows in order, which
-    # threads would not keep.
+    # `pairs` has a row per pair and split, with columns such as margin_max. "first" and "last" need the rows in order,
+    # which threads would not keep.
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
     wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
@@ -201,7 +202,7 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
-    """Make the histories of pairs from their rows of statistics in `pairs`, and from their first rows in the ledger."""
+    """Make the history of each pair from its statistics, a row of `pairs`, and its first row in the ledger `table`."""
     histories = []
     for pair in pairs.to_pylist():
         [row] = table.slice(pair["row_first"], 1).to_pylist()

@@ -1,6 +1,7 @@
-"""The report, a page in one file. Samples and settings come from others, so its texts are escaped, and it runs no code.
+"""The report, an HTML page in one file.
 
-A run starts `python -m dpo.analysis.page RUN OUT` at its end; `dpo report` is for people.
+Samples and settings may be written by others, so all texts are escaped, and the page has no scripts. At its end a run
+starts `python -m dpo.analysis.page RUN OUT`; people use `dpo report`.
 """
 
 import base64
@@ -26,9 +27,9 @@ from dpo.system.run_directory import REPORT, WARNINGS_FILE
 
 PAGE_FOLDER = Path(__file__).parent
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
-ABSENT = "\N{EN DASH}"
-NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")
-HELD_OUT = {  # results by their label: the metric, +1 (higher is better) or -1, and the function that writes it
+ABSENT = "\N{EN DASH}"  # shown for a result or setting that a run lacks
+NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")  # {}: the run
+HELD_OUT = {  # by label of a result: (metric, +1 if higher is better or -1, function that formats its values)
     "Held-out score": ("online_eval/score", +1, figure),
     "Win rate": ("online_eval/win_rate", +1, percent),
     "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
@@ -41,18 +42,18 @@ ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_pa
 def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
     """Write the page, and the pictures of some charts, to the directory `out`, and return the page's path.
 
-    `ended` is that of `read_run`. Raises InputError for what is not a run, and if `out` cannot be written or has
-    another file of the page's name.
+    `ended` is as in `read_run`. Raises InputError if a path in `runs` is not a run, if `out` cannot be written to, or
+    if a file there that is not from a report has the name of one to be written.
     """
-    contents = read_runs(runs, ended=ended)
-    pictures = draw_charts(contents)
-    html = render(contents, pictures)
+    logged_runs = read_runs(runs, ended=ended)
+    pictures = draw_charts(logged_runs)
+    html = render(logged_runs, pictures)
     try:
         out.mkdir(parents=True, exist_ok=True)
         check_own(out / REPORT.name, ".*· training report</title>")
         for name in PICTURES.values():
             check_own(out / name, f".*{SOFTWARE}")
-            (out / name).unlink(missing_ok=True)  # an earlier report's, which this one may lack
+            (out / name).unlink(missing_ok=True)  # from an earlier report; this one may lack the chart
         for title, png in pictures:
             if title in PICTURES:
                 write_file(out / PICTURES[title], png)
@@ -63,9 +64,9 @@ def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
 
 
 def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, str]] = ()) -> bytes:
-    """Return the page of a run, or of several compared, as HTML in UTF-8.
+    """Return the page of one run, or of several that it compares, as HTML in UTF-8.
 
-    `pictures` are (title, PNG) of charts, and `links` (name, address) of other pages.
+    `pictures` are (title, PNG) of charts, and `links` are (name, address) of other pages.
     """
     context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
     context |= {
@@ -81,7 +82,7 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
 def fill_template(file: Path, context: dict) -> bytes:
     """Fill in a template with the variables in `context`, whose texts are escaped, and return the page in UTF-8.
 
-    The template may include other templates from its own directory, and from that of the report's template.
+    The template may include others, from its own directory and from PAGE_FOLDER.
     """
     loader = FileSystemLoader([file.parent, PAGE_FOLDER])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -95,10 +96,10 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     verdict = f"{describe_result(run)} {run.state.capitalize()} after {run.progress}."
     if n_warnings:
         verdict += f" {count(n_warnings, 'warning')}."
-    elif (run.path / WARNINGS_FILE).exists():  # earlier versions recorded no warnings
+    elif (run.path / WARNINGS_FILE).exists():  # if not, an older version ran, which recorded no warnings
         verdict += " No warnings."
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
-    # All but the first need a checkpoint.
+    # All commands but the first need a checkpoint.
     commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
     return {
         "title": run.name,
@@ -132,7 +133,7 @@ def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
 
 
 def _list_warnings(run: LoggedRun) -> list[str]:
-    """List what the run warned of, each warning once, and what could not be read of its directory."""
+    """List the run's warnings, each once, and what could not be read in its directory."""
     warnings = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
     return warnings + [f"left out: {problem}" for problem in run.problems]
 
@@ -153,37 +154,37 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
     if seconds > 0:
         results["Time of updates"] = str(timedelta(seconds=round(seconds))), ""
         device = "CPU"
-        n = number(run.env.get("cpus"))
+        n_devices = number(run.env.get("cpus"))
         gpus = run.env.get("gpus")
         if isinstance(gpus, list) and gpus:
             device = "GPU"
-            n = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
-        results[f"{device}-hours"] = figure(seconds * n / 3600), count(n, device)
+            n_devices = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
+        results[f"{device}-hours"] = figure(seconds * n_devices / 3600), count(n_devices, device)
     return results
 
 
 def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
-    """Return the page's cards, each a prompt with responses, by the heading of their group.
+    """Return the page's cards, by the heading of their group.
 
-    A card is (prompt, texts), and each text (role, label, text), whose role gives its color. A prompt that was recorded
-    with its control tokens is shown without them, if the run recorded this form (`turns`) too.
+    A card is (prompt, responses), and a response is (role, label, text), where the role decides the color. A prompt is
+    shown without control tokens if the run recorded this form (`turns`) too.
     """
     answers = []
     for prompt, before, now in run.compared_answers():
         answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
-    # The page shows what the newest of the recorded updates drew.
+    # Several updates may have recorded the answers that they drew; the page shows the newest one's.
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []
-    for sample, label, other in run.compared_samples()[:16]:  # samples.txt has all
-        texts = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
-        if other is not None:
-            texts.append(("reference", label, other))
-        samples.append((sample.get("turns") or sample["prompt"], texts))
+    for sample, label, baseline in run.compared_samples()[:16]:  # samples.txt has all
+        responses = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
+        if baseline is not None:
+            responses.append(("reference", label, baseline))
+        samples.append((sample.get("turns") or sample["prompt"], responses))
     examples = []
     for example in run.first_examples:
-        texts = [(role, role, str(text)) for role, text in example.items() if role != "prompt"]
-        examples.append((example["prompt"], texts))
+        responses = [(role, role, str(text)) for role, text in example.items() if role != "prompt"]
+        examples.append((example["prompt"], responses))
     return {
         "Most probable answers, before and after training": answers,
         "Answers that the last update drew": drawn,
@@ -193,24 +194,24 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
 
 
 def list_settings(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
-    """Return (key, values of the runs as text) of the settings that differ between runs.
+    """Return (key, the runs' values as texts) for each setting that differs between runs.
 
-    Of one run, these are the settings that differ from its loss's defaults.
+    For a single run, these are the settings that differ from the defaults of its loss.
     """
     configs = [dict(dotted(run.config)) for run in runs]
     compared = configs
     if len(runs) == 1:
         compared = [*configs, dict(dotted(compose_config(loss=runs[0].objective.name)))]
     settings = []
-    for name in dict.fromkeys(chain(*configs)):
-        texts = [_as_text(config.get(name, ABSENT)) for config in compared]
+    for key in dict.fromkeys(chain(*configs)):
+        texts = [_as_text(config.get(key, ABSENT)) for config in compared]
         if len(set(texts)) > 1:
-            settings.append((name, texts[: len(runs)]))
+            settings.append((key, texts[: len(runs)]))
     return settings
 
 
 def _as_text(value: Any) -> str:
-    """Return a setting's value as the page shows it: a text without quotes, all else as JSON."""
+    """Return a setting's value as the page shows it: a text without quotes, any other value as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """The report's rules.
 
-The condition of a rule is a function of a run that returns the numbers to show, as text, or "" if it does not hold. Its
-docstring says when it holds.
+A rule's condition is a function of a run. It returns the numbers that the report shows, as text, or "" if the condition
+does not hold; its docstring states the condition.
 """
 
 import math
@@ -25,44 +25,45 @@ from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 
 WARNING = "warning"
-NOTE = "note"  # worth knowing, and often no fault
+NOTE = "note"  # worth knowing, but often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
-FEWEST_UPDATES = 20  # after fewer, a metric of training or an evaluation says too little
+FEWEST_UPDATES = 20  # after fewer, the metrics of training or of an evaluation say too little
 
-# The kinds of data are those of TRAINS_ON, and online.
+# The kinds of data are the keys of TRAINS_ON, and "online".
 ONLINE = frozenset({"online"})
 RANKED = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
-FIXED = RANKED | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
+FIXED = RANKED | {"labels", "targets"}  # these examples are a dataset's; an online run's change with the policy
 ANY = FIXED | ONLINE
 
 
 def find_skipped_updates(run: LoggedRun) -> str:
-    """An update had a loss or gradient norm that is NaN or infinite, which no smaller loss scale mends."""
+    """An update's loss or gradient norm was NaN or infinite, and not just because of float16's loss scale."""
     losses = run.train["loss/train"]
-    # In float16 a gradient may overflow although its loss is finite: the next update has a smaller loss scale.
+    # In float16 a gradient may overflow although its loss is finite; then the next update has a smaller loss scale.
     has_overflowed = np.isfinite(losses) & (run.train["loss_scale"] > 1)
     # A sum of loss and norm is finite only if both are.
     is_skipped = ~np.isfinite(losses + run.train["grad_norm"]) & ~has_overflowed
     skipped = list(run.train["updates"][is_skipped])
-    if run.state == "aborted":  # on an update that was not logged
+    if run.state == "aborted":  # the update that it aborted on was not logged
         skipped.append(run.last_nonfinite)
     return f"{len(skipped):,} of {count(run.updates, 'update')}, the first {skipped[0]:,.0f}" if skipped else ""
 
 
 def find_collapse(run: LoggedRun) -> str:
-    """The median of the last 16 losses exceeds the first loss by more than 4 times its size and by more than 2.
+    """The loss has risen by more than 4 times its first absolute value and by more than 2, and margins have not grown.
 
-    Also, the mean margin has not grown. The first values are those of the evaluation before training, if there is one.
+    The loss and margin now are the median and the mean of the last 16 updates. The first ones are from the evaluation
+    before training, if there is one, else from the first update.
     """
     is_finite = np.isfinite(run.train["loss/train"])
     losses = run.train["loss/train"][is_finite]
     margins = run.train["rewards_train/margins"][is_finite]
-    # Only loss.wpo needs squares: it changes the losses' weights with the policy, so a higher loss means nothing.
+    # `needs_squares` is true only with loss.wpo, whose weights change with the policy: a higher loss means nothing.
     if len(losses) < 16 or run.objective.needs_squares:
         return ""
     first_loss = losses[0]
     first_margin = margins[0]
-    if run.eval.has("loss/eval") and run.eval["examples"][0] == 0:  # over more examples than one update has
+    if run.eval.has("loss/eval") and run.eval["examples"][0] == 0:  # means over more examples than an update has
         first_loss = run.eval["loss/eval"][0]
         first_margin = run.eval["rewards_eval/margins"][0]
     loss_now = np.median(losses[-16:])
@@ -73,15 +74,15 @@ def find_collapse(run: LoggedRun) -> str:
 
 
 def describe_changes(changes: dict[str, float]) -> str:
-    """Write the changes that `find_changes_per_token` finds, by side and in nats."""
-    sides = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
-    return f"change of held-out log-probabilities per token: {sides}"
+    """Write as text the changes (by role, in nats per token) that `find_changes_per_token` returns."""
+    by_role = ", ".join(f"{role} {signed(change)}" for role, change in changes.items())
+    return f"change of held-out log-probabilities per token: {by_role}"
 
 
 def find_chosen_fall(run: LoggedRun) -> str:
-    """Chosen responses lost more than half a nat per token, or more than a tenth and more than the margin grew."""
+    """Chosen responses lost more than half a nat per token, or more than 0.1 and more than the margin grew."""
     changes, _ = find_changes_per_token(run)
-    if len(changes) < 2 or not run.objective.margin_only:  # only a loss of the margin alone lets both sides fall freely
+    if len(changes) < 2 or not run.objective.margin_only:  # only a loss of the margin alone lets both fall freely
         return ""
     fall = -changes["chosen"]
     margin_growth = changes["chosen"] - changes["rejected"]
@@ -101,7 +102,7 @@ def find_chance(run: LoggedRun) -> str:
 
 
 def find_overfitting(run: LoggedRun) -> str:
-    """The held-out loss is a tenth above its lowest, and at least 0.02, while the training loss fell."""
+    """The held-out loss is more than a tenth and more than 0.02 above its lowest value, but the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
     before, now = run.means_at_ends("loss/train")
     if len(losses) < 2 or run.updates < FEWEST_UPDATES or now >= before:
@@ -114,12 +115,12 @@ def find_overfitting(run: LoggedRun) -> str:
 
 
 def find_better_checkpoint(run: LoggedRun) -> str:
-    """The checkpoint BEST scored better on held-out examples than the last evaluation."""
+    """The metric that ranks checkpoints was better at the checkpoint BEST than at the last evaluation."""
     metric, sign = run.objective.best  # sign: +1 if higher is better, else -1
     if run.eval.has(HELD_OUT_SCORE):
         metric, sign = HELD_OUT_SCORE, +1
     examples, values = run.eval.points(metric)
-    at_best = values[examples == run.best_at]  # several if a resumed run evaluated there again
+    at_best = values[examples == run.best_at]  # several values if a resumed run evaluated there again
     if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
         return ""
     return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
@@ -160,39 +161,36 @@ def is_broken(text: str) -> bool:
 
 
 def find_broken_samples(run: LoggedRun) -> str:
-    """A tenth of the samples are broken, and twice as many as of the texts they are compared with; or all are broken.
-
-    These texts are the reference's, or the policy's first ones.
-    """
+    """All samples are broken, or a tenth of them and twice as many as of their baselines (`compared_samples`)."""
     samples = run.compared_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
-    n_other = sum(other is not None and is_broken(other) for _, _, other in samples)
-    is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_other
+    n_baseline = sum(baseline is not None and is_broken(baseline) for _, _, baseline in samples)
+    is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_baseline
     if not n_policy or (is_usual and n_policy < len(samples)):
         return ""
-    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_other}"
+    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_baseline}"
 
 
 def find_length_change(run: LoggedRun) -> str:
-    """Samples are longer or shorter by half than the reference's or the first, and more often than by chance."""
-    lengths = []  # numbers of words in a sample and in the text it is compared with
-    for sample, _, other in run.compared_samples():
-        n_words = [len(text.split()) for text in (sample["policy"], other or "")]
+    """Samples and baselines (`compared_samples`) differ in mean length by half and by 5 words, and in a sign test."""
+    lengths = []  # (words of a sample, words of its baseline)
+    for sample, _, baseline in run.compared_samples():
+        n_words = [len(text.split()) for text in (sample["policy"], baseline or "")]
         if min(n_words) > 0:
             lengths.append(n_words)
     if not lengths:
         return ""
-    after, before = np.transpose(lengths)
-    shorter, longer = sorted([after.mean(), before.mean()])
-    surplus = np.sign(after - before).sum()  # how many samples are longer, minus how many are shorter
+    n_sample, n_baseline = np.transpose(lengths)
+    shorter, longer = sorted([n_sample.mean(), n_baseline.mean()])
+    surplus = np.sign(n_sample - n_baseline).sum()  # how many samples are longer, minus how many are shorter
     by_chance = 2 * math.sqrt(len(lengths))  # two standard errors of a sign test
     if longer < max(1.5 * shorter, shorter + 5) or abs(surplus) < by_chance:
         return ""
-    return f"{figure(after.mean())} words on average, of the reference or at first {figure(before.mean())}"
+    return f"{figure(n_sample.mean())} words on average, of the reference or at first {figure(n_baseline.mean())}"
 
 
 def find_faulty_examples(run: LoggedRun) -> str:
-    """One of the faults below has a hundredth of the training examples."""
+    """At least a hundredth of the training examples have one of the faults that are counted below."""
     n_examples = run.counted("train.examples")
     counts = []
     for name in ("contradictory_pairs", "contradictory_labels", "empty_responses"):
@@ -209,13 +207,13 @@ def find_length_bias(run: LoggedRun) -> str:
 
 
 def find_uneven_labels(run: LoggedRun) -> str:
-    """Desirable training responses do not weigh 1 to 4/3 times as much as undesirable ones, all together.
+    """The total weight of desirable training responses is not 1 to 4/3 times the total weight of undesirable ones.
 
-    KTO's paper advises such a ratio; one that is a little outside is accepted.
+    KTO's paper advises such a ratio; one that is slightly outside is accepted.
     """
     desirable = number(run.setting("loss.desirable_weight")) * run.counted("train.desirable")
     undesirable = number(run.setting("loss.undesirable_weight")) * run.counted("train.undesirable")
-    # `not ... > 0` is true for NaN too, which a number is that was not recorded
+    # `not ... > 0` is true for NaN too, the value of a number that was not recorded
     if not min(desirable, undesirable) > 0 or 0.99 <= desirable / undesirable <= 1.35:
         return ""
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
@@ -231,7 +229,7 @@ def find_worse_answers(run: LoggedRun) -> str:
 
 
 def find_length_growth(run: LoggedRun) -> str:
-    """Drawn answers are at least half as long again as at first, and score higher."""
+    """Drawn answers are at least 1.5 times as long as at first, and score higher."""
     length, length_now = run.means_at_ends("online/length")
     score, score_now = run.means_at_ends("online/score")
     if not (length_now >= 1.5 * length and score_now > score):
@@ -250,7 +248,7 @@ class Rule(NamedTuple):
     title: str
     condition: Callable[[LoggedRun], str]  # returns the numbers to show, or "" if it does not hold
     advice: str
-    kinds: frozenset[str] = ANY  # kinds of data that it is for
+    kinds: frozenset[str] = ANY  # the kinds of data that the rule applies to
     level: str = WARNING
 
 
@@ -294,7 +292,7 @@ RULES = (  # in the order of the page
          FIXED, NOTE),
     Rule("Drawn answers are cut off", partial(find_outside, name="online/eos", low=0.9),
          "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE, NOTE),
-    Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as before
+    Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as under it
          partial(find_outside, name="online/kl", high=10.0),
          "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
          ONLINE, NOTE),
@@ -304,8 +302,8 @@ RULES = (  # in the order of the page
 def find_all(run: LoggedRun) -> list[tuple[Rule, str]]:
     """Return the rules whose conditions hold for a run, each with its numbers as text."""
     kind = "online" if run.online else run.objective.trains_on
-    found = []
+    findings = []
     for rule in RULES:
         if kind in rule.kinds and (numbers := rule.condition(run)):
-            found.append((rule, numbers))
-    return found
+            findings.append((rule, numbers))
+    return findings

@@ -1,4 +1,4 @@
-"""A run as read from its directory. What cannot be read is left out, and listed in its `problems`. Imports no torch."""
+"""A run as read from its directory. What cannot be read is left out and noted in `problems`. Imports no torch."""
 
 import json
 import math
@@ -19,17 +19,17 @@ from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, WARNINGS_FILE, is_locked
 
-# This stands for a loss that the config does not name; no rule assumes of it what holds only for some losses.
+# The loss of a run whose config names none. No rule may assume what holds only for some losses, so these are False.
 UNKNOWN_LOSS = replace(LOSSES["dpo"], name="unknown", reference=False, margin_only=False)
 
 
 def number(value: Any) -> float:
-    """Return a number as it is, and NaN for anything else."""
+    """Return a number as a float, and NaN for anything else."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 class Log(dict):
-    """The metrics of one split by name, each an array with a value per line of metrics.jsonl; NaN where missing."""
+    """A split's metrics by name, each an array with a value per line of the split in metrics.jsonl; NaN if missing."""
 
     def __init__(self, lines: Sequence[dict] = ()):
         self.lines = lines
@@ -44,16 +44,16 @@ class Log(dict):
         return bool(np.isfinite(self[name]).any())
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: the numbers of examples trained on, and the values of the metric where it is finite."""
+        """Return (numbers of examples trained on, values of the metric), arrays over the lines where it is finite."""
         is_finite = np.isfinite(self[name])
         examples = self["examples"][is_finite]
         values = self[name][is_finite]
         if name.endswith("accuracies") and len(examples) and examples[0] == values[0] == 0:
-            return examples[1:], values[1:]  # before training, policy and reference are equal, and all pairs tie
+            return examples[1:], values[1:]  # before training all pairs tie, as policy and reference are equal
         return examples, values
 
     def last(self, name: str) -> float:
-        """Return the last finite value; NaN if there is none."""
+        """Return the last finite value of a metric; NaN if there is none."""
         _, values = self.points(name)
         return values[-1] if len(values) else math.nan
 
@@ -71,13 +71,13 @@ class LoggedRun:
     eval: Log = field(default_factory=Log)
     first_examples: Sequence[dict] = ()
     samples: Sequence[dict] = ()
-    drawn: Sequence[dict] = ()  # prompts with scored answers, by the last updates
-    answers: Sequence[dict] = ()  # the policy's most probable, before and after training
+    drawn: Sequence[dict] = ()  # prompts, each with the scored answers that the last update before an evaluation drew
+    answers: Sequence[dict] = ()  # the policy's most probable answers, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
     best_at: int | None = None  # number of examples at the checkpoint that BEST names
-    warnings: dict[str, int] = field(default_factory=dict)  # how often each was printed
+    warnings: dict[str, int] = field(default_factory=dict)  # how often each text was printed
     problems: list[str] = field(default_factory=list)
-    state: str = "stopped"  # or complete, still training, aborted (on NaN)
+    state: str = "stopped"  # or "complete", "still training" or "aborted" (on NaN)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Look up a setting by its dotted key."""
@@ -89,7 +89,7 @@ class LoggedRun:
 
     @property
     def objective(self) -> Loss:
-        """The loss that the run minimizes; UNKNOWN_LOSS if its config does not tell."""
+        """The loss that the run minimizes; UNKNOWN_LOSS if its config names none."""
         config = self.setting("loss")
         if isinstance(config, dict) and config.get("name") in LOSSES:
             return find_loss(config)
@@ -102,7 +102,7 @@ class LoggedRun:
 
     @property
     def updates(self) -> int:
-        """The number of the last update that was logged, from 1; 0 before it."""
+        """The number of the last update that was logged, from 1; 0 if there is none."""
         return int(np.max(self.train.points("updates")[1], initial=0))
 
     @property
@@ -112,7 +112,7 @@ class LoggedRun:
         return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def means_at_ends(self, name: str) -> tuple[float, float]:
-        """Return a metric's mean over the first tenth of the updates, and over the last; NaN if it has no values.
+        """Return a metric's mean over the first tenth of the updates, and over the last tenth; NaN if it has no values.
 
         A tenth is at least ten updates.
         """
@@ -129,9 +129,10 @@ class LoggedRun:
         return [(prompt, before[prompt], answer) for prompt, answer in now.items() if prompt in before]
 
     def compared_samples(self) -> list[tuple]:
-        """Return (sample, label, text) of the newest samples, where `text` is what to compare a sample with.
+        """Return (sample, label, baseline) of the newest samples.
 
-        This text is the reference's answer, else the policy's first one, and None without either; `label` says which.
+        The baseline, with which to compare the sample, is the reference's answer or, without one, the policy's first
+        answer to the prompt; None if there is neither. `label` says which it is.
         """
         if not self.samples:
             return []
@@ -141,16 +142,16 @@ class LoggedRun:
         for sample in self.samples:
             if sample["examples"] == self.samples[-1]["examples"]:
                 label = "Reference"
-                text = sample["reference"]
-                if text is None and sample["examples"] > earliest:
+                baseline = sample["reference"]
+                if baseline is None and sample["examples"] > earliest:
                     label = f"Policy after {count(earliest, 'example')}"
-                    text = first.get(sample["prompt"])
-                compared.append((sample, label, text))
+                    baseline = first.get(sample["prompt"])
+                compared.append((sample, label, baseline))
         return compared
 
 
 def look_up(mapping: Any, key: str, default: Any = None) -> Any:
-    """Look up a value in nested mappings by its dotted key, such as `loss.beta`."""
+    """Look up a value in nested mappings by its dotted key, such as `loss.beta`; return `default` if it is missing."""
     for part in key.split("."):  # down one level each
         if not isinstance(mapping, dict) or part not in mapping:
             return default
@@ -162,8 +163,8 @@ def look_up(mapping: Any, key: str, default: Any = None) -> Any:
 def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     """Read a run from its directory.
 
-    `ended` means that it has ended, although its process still holds the lock: at its end, a run reports on itself.
-    Raises InputError for what is not a run.
+    `ended` says that the run has ended even if its process still holds the lock, as when a run writes its own report.
+    Raises InputError for a directory that is not a run's or cannot be read.
     """
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is not a run: pass the directory of a run, which has config.yaml and metrics.jsonl")
@@ -181,24 +182,24 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
     run.warnings = Counter(line["warning"] for line in _read_objects(run, WARNINGS_FILE, {"warning"}))
     for entry in run.path.iterdir():
-        if found := re.fullmatch(r"nonfinite-(\d+)", entry.name):
-            run.last_nonfinite = max(run.last_nonfinite, int(found[1]))
-    found = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
-    if found and (run.path / found[0]).exists():  # the link may lead nowhere, or to a checkpoint that was deleted
-        run.best_at = int(found[1])
+        if match := re.fullmatch(r"nonfinite-(\d+)", entry.name):
+            run.last_nonfinite = max(run.last_nonfinite, int(match[1]))
+    match = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
+    if match and (run.path / match[0]).exists():  # the link may be missing, or its checkpoint may have been deleted
+        run.best_at = int(match[1])
     # A name that is not in UTF-8 has lone surrogates, which no page can hold.
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
     elif not ended and is_locked(run.path):
         run.state = "still training"
-    elif run.last_nonfinite > run.updates:  # it was not logged, so the run did not go on after it
+    elif run.last_nonfinite > run.updates:  # the update was not logged, so the run ended there
         run.state = "aborted"
     return run
 
 
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
-    """Read runs, each once. If two have the same name, every run's path becomes its name."""
+    """Read runs, each once. If two have the same name, all runs are named by their paths."""
     runs = {}
     for path in paths:
         run = read_run(path, ended=ended)
@@ -230,7 +231,7 @@ def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:
 def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     """Return the JSON objects of a file's lines that have all `keys`; [] if the file does not exist.
 
-    The number of other lines is added to the run's problems.
+    If there are other lines, their number is added to the run's problems.
     """
     file = run.path / name
     if not file.exists():
@@ -238,7 +239,7 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     check_readable(file)
     objects = []
     n_unreadable = 0
-    # The text after the last newline is being written, or was when the run died.
+    # The text after the last newline is a line that is still being written, or was when the run was killed.
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             value = json.loads(line)
@@ -256,8 +257,9 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
 def describe_answers(record: dict) -> list[tuple]:
     """Return (role, label, text) of each scored answer in a line of samples.jsonl.
 
-    The best answer comes first, then the others in their order, then the worst. The role, chosen or rejected, is that
-    in the pair on which the policy was trained; those of others are "other".
+    The best answer comes first, then the others in their order, then the worst. The policy was
+    trained on the best and the worst: their roles are "chosen" and "rejected" or, if the label was flipped, the
+    reverse. The role of the others is "other".
     """
     answers = record["completions"]
     best = record["best"]  # an index, as is `worst`

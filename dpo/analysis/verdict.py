@@ -13,10 +13,10 @@ Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # The relative rounding error of a dtype is its spacing of numbers near 1.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
-ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
-FEWEST = 10  # fewer are too few whatever they say
+ENOUGH = 100  # this many pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
+FEWEST = 10  # fewer examples are too few, whatever the result
 TOO_FEW = ": {}, too few to judge; about {} would do"
-RESPONSES = {  # names of the two sides, by kind of example
+RESPONSES = {  # names of responses in sentences, by kind of example and role
     "targets": {"chosen": "targets"},
     "labels": {"chosen": "desirable", "rejected": "undesirable"},
     "pairs": {"chosen": "chosen", "rejected": "rejected"},
@@ -33,19 +33,20 @@ def share_interval(share: float, n: float) -> tuple[float, float]:
 
 
 def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
-    """Return how many held-out examples an evaluation uses: as many as are set or, if fewer, exist.
+    """Return how many held-out examples, or prompts, an evaluation uses: `n_eval_examples` or, if fewer, all.
 
     `what` is "examples" or "prompts".
     """
-    n_wanted = number(run.setting("n_eval_examples", 256))  # 256: the key's default
+    n_wanted = number(run.setting("n_eval_examples", 256))  # 256 is the key's default
     n_available = run.counted(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
 
 def n_effective(run: LoggedRun) -> float:
-    """Estimate the effective sample size of an evaluation from that of the whole test split.
+    """Estimate the effective sample size of an evaluation: its number of examples, times two shares of the test split.
 
-    There the examples of one prompt count once, and examples with weights w as (sum w)^2 / sum w^2.
+    With weights w of the examples, the first share is (sum w)^2 / sum w^2 over their number. As the examples of one
+    prompt count once, the second share is the number of prompts over the number of examples.
     """
     n = n_evaluated(run)
     n_examples = run.counted("test.examples")
@@ -85,19 +86,19 @@ def describe_change(run: LoggedRun) -> str:
         facts.append(f"{subject} {verb} from those before training")
     if changes:
         names = RESPONSES[run.objective.trains_on]
-        moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
+        moved = ", ".join(f"{names[role]} {signed(change)}" for role, change in changes.items())
         fact = f"the log-probability per token of held-out responses moved: {moved}"
         if rounding:
             fact += f" (rounding: {figure(rounding, 1)})"
         facts.append(fact)
     largest = max(map(abs, changes.values()), default=0.0)
-    # 16-bit weights may be too coarse for the steps of a small lr
+    # 16-bit weights may be too coarse for the steps of a small lr.
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]
         return f"The model hardly changed: {', and '.join(facts)}: set model.policy_dtype=float32, or raise lr."
     if not facts:
         return ""
-    # So coarse a rounding may hide what small learning rates do.
+    # Rounding this coarse may hide what a small lr does.
     if not n_answers and largest <= rounding and rounding > 1e-4:
         return f"Whether the model changed cannot be told: {facts[0]}."
     advice = ""
@@ -115,20 +116,20 @@ def describe_change(run: LoggedRun) -> str:
 
 
 def find_changes_per_token(run: LoggedRun) -> tuple[dict[str, float], float]:
-    """Return the mean changes of held-out log-probabilities by side, and their rounding error, all in nats per token.
+    """Return the mean changes of held-out log-probabilities by role, and their rounding error, all in nats per token.
 
-    A change is from the evaluation before the first update to the last one; a side without the former is left out.
+    A change is from the evaluation before the first update to the last one. A role that lacks either is left out.
     """
     changes = {}
-    size = 1.0  # the larger |log-probability| per token of both sides, at least 1 nat
-    for side in ("chosen", "rejected"):
-        n_tokens = run.counted(f"test.mean_{side}_tokens")
-        examples, logps = run.eval.points(f"logps_eval/{side}")
+    size = 1.0  # the largest |log-probability| per token of a role, at least 1 nat
+    for role in ("chosen", "rejected"):
+        n_tokens = run.counted(f"test.mean_{role}_tokens")
+        examples, logps = run.eval.points(f"logps_eval/{role}")
         if n_tokens > 0 and len(logps) > 1 and examples[0] == 0:
             size = max(size, abs(logps[-1]) / n_tokens)
-            changes[side] = (logps[-1] - logps[0]) / n_tokens  # nats per token
+            changes[role] = (logps[-1] - logps[0]) / n_tokens
     dtypes = [str(run.setting(key)) for key in (*PRECISION, "model.policy_dtype")]
-    # Log-probabilities are computed in these dtypes, and the coarsest rounds most.
+    # Log-probabilities are computed in these dtypes, and the coarsest one rounds most.
     return changes, size * max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
 
 
@@ -151,14 +152,14 @@ def _describe_scores(run: LoggedRun) -> str:
 
 
 def _describe_loss(run: LoggedRun) -> str:
-    """Compare the first held-out loss with the last. An SFT loss is given per token."""
+    """Compare the first held-out loss with the last; an SFT loss is shown per token."""
     _, losses = run.eval.points("loss/eval")
     name = "loss"
     caveat = ""
     n_tokens = run.counted("test.mean_chosen_tokens")
     if run.objective.trains_on == "targets" and n_tokens > 0:
         name = "loss per token"
-        if run.setting("loss.average") != "mean":  # it is a sum over tokens
+        if run.setting("loss.average") != "mean":  # then the loss is a sum over tokens
             losses = losses / n_tokens
         if n_effective(run) < FEWEST:
             caveat = TOO_FEW.format(count(n_evaluated(run), "target"), ENOUGH)
@@ -169,7 +170,7 @@ def _describe_loss(run: LoggedRun) -> str:
 
 
 def _describe_pairs(run: LoggedRun) -> str:
-    """Say how many held-out pairs are ranked right at the last evaluation, and whether that is more than by chance."""
+    """Say how many held-out pairs the last evaluation ranked right, and whether that is more than by chance."""
     accuracy = run.eval.last(EVAL_ACCURACY)
     n_examples = n_evaluated(run)
     if run.objective.trains_on == "lists":
@@ -189,23 +190,23 @@ def _describe_pairs(run: LoggedRun) -> str:
 def _describe_labels(run: LoggedRun) -> str:
     """Say how well rewards tell held-out responses with different labels apart, and whether better than by chance."""
     auc = run.eval.last("rewards_eval/auc")
-    effective_share = n_effective(run) / run.counted("test.examples")  # examples that count, as a share
+    effective_share = n_effective(run) / run.counted("test.examples")  # the effective sample, as a share of the split
     text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
     n_desirable = run.counted("test.desirable") * effective_share
     n_undesirable = run.counted("test.undesirable") * effective_share
     n = min(n_desirable, n_undesirable)
-    if not n > 0:  # the counts are lost
+    if not n > 0:  # also for NaN: the counts are missing
         return f"{text}."
     counted = f"{n_desirable:,.0f} desirable and {n_undesirable:,.0f} undesirable responses"
-    # The variance of an AUC is at most that of a share of the n rarer responses, so its interval is theirs. Enough are
-    # half as many as of pairs, so 2 n is compared with the limits of pairs.
+    # The variance of an AUC is at most the variance of a share of n examples, where n counts the rarer label, so the
+    # share's interval is used. Half as many responses of a label as pairs are enough: 2 n is compared with the limits.
     return f"{text}{_compare_with_chance(share_interval(auc, n), 2 * n, counted, f'{ENOUGH // 2} of each')}."
 
 
 def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, enough: object = ENOUGH) -> str:
-    """Return the end of a sentence: a share's interval, and whether the share differs from 0.5, that of chance.
+    """Return the end of a sentence: a share's interval, and whether the share differs from 0.5, its value by chance.
 
-    `counted` names the n examples; `enough` is how many would do, for a sentence on too few.
+    `counted` is the text for the n examples, such as "50 pairs"; `enough` says how many would do if n is too small.
     """
     if n < FEWEST:
         return TOO_FEW.format(counted, enough)
@@ -220,6 +221,6 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
 
 
 def print_result(run_dir: Path) -> None:
-    """Print the directory and the verdict of a run that has ended, though its process may still hold the lock."""
+    """Print the directory and the verdict of a run that has ended, even if its process still holds the lock."""
     print(f"run directory: {run_dir}")
     print(describe_result(read_run(run_dir, ended=True)), flush=True)

@@ -1,7 +1,7 @@
 """The files of a checkpoint, a directory `step-N` after N examples: written, verified, pruned.
 
 Each part of a run has a file `NAME.pt`, without pickled objects: `{"step_idx": N, "state": state_dict, "metrics": means
-or None}`. In a sharded checkpoint, the tensors of several processes are in files of these (`dpo.checkpoint.shards`).
+or None}`. In a sharded checkpoint, every process writes its parts of tensors to other files (`dpo.checkpoint.shards`).
 `manifest.json` lists all files with size and SHA-256, and facts with which a resumed run is compared.
 """
 
@@ -26,9 +26,9 @@ from dpo.system.plain_files import check_readable, list_wrong, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
-# These end the hidden names of checkpoints.
-TEMPORARY_ENDING = "dpo-tmp"  # being written or removed
-FORMER_ENDING = "dpo-former"  # being replaced
+# These end the hidden names that a checkpoint has
+TEMPORARY_ENDING = "dpo-tmp"  # while it is written or removed
+FORMER_ENDING = "dpo-former"  # until its replacement is complete
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 MIN_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
@@ -105,7 +105,10 @@ def write_checkpoint(
 
 
 def write_shard(directory: Path, name: str, parts: Parts) -> tuple[str, WrittenFile]:
-    """Write a process's parts of tensors to a file of the checkpoint that rank 0 is writing; raises RunError."""
+    """Write this process's parts of tensors to a file of the checkpoint that rank 0 is writing.
+
+    Returns the file's name and facts, for the `states` of `write_checkpoint`. Raises RunError.
+    """
     path = _find_temporary(directory) / name
     with _explaining(directory):
         if not path.parent.exists():
@@ -179,13 +182,13 @@ def parse_step(directory: Path) -> int:
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
-    """List the checkpoints of a run by their names, newest first; their files may be damaged."""
+    """List the directories of a run that are named like checkpoints, newest first; their files may be damaged."""
     checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
 def was_written_by(directory: Path, run: str | None) -> bool:
-    """Return whether the run with this id wrote a checkpoint: not if the manifest is damaged, or it is only a link."""
+    """Return whether the run with this id wrote a checkpoint; False if its manifest is damaged or it is only a link."""
     try:
         return not directory.is_symlink() and read_manifest(directory).get("run") == run
     except (OSError, *WRONG_FORM):
@@ -193,7 +196,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove the checkpoints that the run with the id `run` wrote, but for the `keep` newest, BEST and LATEST."""
+    """Remove the checkpoints that the run with the id `run` wrote, except the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
@@ -246,7 +249,7 @@ def read_manifest(directory: Path) -> dict:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    # Without "files" it is wrong too, as None is no dict.
+    # A manifest without "files" is wrong too, as None is no dict.
     wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
     templates = manifest.get("chat_template")
     if isinstance(templates, dict):
@@ -272,7 +275,7 @@ def read_file(path: Path) -> Mapping:
     check_readable(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # damaged or forged bytes can raise anything; torch would advise to run code in them
+    except Exception as error:  # damaged or forged bytes can raise anything; torch would advise running code in them
         raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")

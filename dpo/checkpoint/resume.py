@@ -1,7 +1,6 @@
 """Where a run resumes, and what must be unchanged since.
 
-The directory and its files are read and written by rank 0 alone. `logs` are the names of files in it to which callbacks
-append.
+Rank 0 alone reads and writes the run's directory. `logs` are the names of the files in it to which callbacks append.
 """
 
 import json
@@ -59,7 +58,7 @@ class OpenRun(NamedTuple):
     resume_point: ResumePoint | None
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether all `updates` and the last evaluation are done, and no samples were due after it."""
+        """Return whether all `updates` and the last evaluation are done, and no samples are due after it."""
         if not self.resume_point:
             return False
         manifest = self.resume_point.manifest
@@ -85,7 +84,7 @@ class OpenRun(NamedTuple):
 def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
     """Lock the run's directory inside the context, and set it back to its resume point, if the run is resumed.
 
-    After an InputError inside, new files and directories are removed, unless there are logs or checkpoints.
+    After an InputError inside, new files and directories are removed, unless there are new logs or checkpoints.
     """
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
@@ -95,9 +94,9 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
         try:
             yield OpenRun(run_dir, _restore_run_dir(plan, source, logs) if source else None)
         except InputError:
-            made = set(os.listdir(run_dir)) - before
-            if made <= {*FILES}:  # neither logs nor checkpoints
-                for name in made:
+            new_names = set(os.listdir(run_dir)) - before
+            if new_names <= {*FILES}:  # neither logs nor checkpoints
+                for name in new_names:
                     (run_dir / name).unlink()
                 with suppress(OSError):  # not empty
                     for directory in missing:
@@ -106,7 +105,7 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
 
 
 def preview_resume(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
-    """Find what `opening_run` would continue from, or raise its InputError; write nothing."""
+    """Return the checkpoint that `opening_run` would continue, or raise its InputError; write nothing."""
     source = _find_resume_source(plan, logs)
     return _find_resume_point(source, plan) if source else None
 
@@ -114,7 +113,7 @@ def preview_resume(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
 def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     """Return the directory of the run (maybe this one) or checkpoint that is continued; None for a new run.
 
-    Raises InputError for what the run would overwrite.
+    Raises InputError if the run would overwrite files.
     """
     resume = plan.run.resume
     run_dir = _find_run_dir(plan)
@@ -144,7 +143,7 @@ def _find_run_dir(plan: Plan) -> Path:
 def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
     """Set checkpoints and links back to the resume point, and return it; None if there is nothing to continue.
 
-    Another run's checkpoint and logs are copied.
+    A checkpoint of another run is copied first, with the logs.
     """
     run_dir = _find_run_dir(plan)
     is_own = run_dir in (source, source.parent)
@@ -192,11 +191,11 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             continue
         recorded = update_recorded(manifest["config"])
         config = config_for_manifest(plan)
-        # For these the run keeps what it chose when it began, unless they are set now.
-        kept = ["holdout", "microbatch_size"]
+        # A run chooses values for these keys when it begins, and keeps them unless they are set now.
+        chosen_keys = ["holdout", "microbatch_size"]
         if plan.model.autocast == "auto":
-            kept += PRECISION
-        for key in kept:
+            chosen_keys += PRECISION
+        for key in chosen_keys:
             if config[key] in ("auto", None):
                 config[key] = recorded.get(key)
         check_config(recorded, config, where=checkpoint)
@@ -225,8 +224,8 @@ def keep_choices(plan: Plan, run: OpenRun) -> Plan:
     """
     recorded = run.resume_point.manifest["config"] if run.resume_point else {}
     if plan.data.microbatch_size is None:
-        n_parts = plan.n_microbatches * plan.dims.data_size
-        size = math.ceil(plan.data.batch_size / n_parts)
+        n_microbatches = plan.n_microbatches * plan.dims.data_size  # over all ranks
+        size = math.ceil(plan.data.batch_size / n_microbatches)
         if not recorded:  # an earlier attempt may have ended before its first checkpoint
             size = read_run_facts(run.directory).get("microbatch_size") or size
         elif recorded.get("gradient_accumulation_steps") == plan.data.gradient_accumulation_steps:
@@ -245,7 +244,7 @@ def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
     A resumed run keeps the dtype in `recorded`, the config of its checkpoint. A new run of several processes takes
     model.fsdp_policy_mp, if it is set; any other run takes bfloat16, if this GPU computes in it. With several processes
     the dtype becomes model.fsdp_policy_mp, as autocast would keep copies of weights that FSDP could not free. This asks
-    the GPU, so a process that only starts others must not call it.
+    the GPU, so a parent that only starts processes must not call it.
     """
     if plan.model.autocast != "auto":
         return plan
@@ -303,7 +302,7 @@ def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
 
 
 def inputs_for_manifest(data: TrainingData, model_config: Any) -> dict:
-    """Return what `check_inputs` compares."""
+    """Return what a manifest has about data and model; `check_inputs` compares all but the chat template."""
     return {
         "data": data.report.train.digest,
         "test_data": data.report.test.digest,

@@ -34,7 +34,7 @@ from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import meet_rank_0, name_call, tell, wait_for
 
-COMPLETION_SECS = 60  # how long one of several processes that fails waits for a save: others may have failed too
+COMPLETION_SECS = 60  # how long a process that fails waits for a save that needs other processes, which may fail too
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
 # --- the parts of a checkpoint -------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Part:
     """A state that rank 0 writes to NAME.pt; every process must call `gather` and `restore`."""
 
     name: str
-    source: Any  # what has the state; of a RandomPart, the mesh
+    source: Any  # the object that has the state; a RandomPart has the mesh here
     is_always_whole: ClassVar[bool] = False  # also in sharded checkpoints
 
     def find_state(self) -> Any:
@@ -57,7 +57,7 @@ class Part:
         return full_state(self.find_state())
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Return the contents of further files of the checkpoint, by name, made of what `gather` returned on rank 0."""
+        """Return the contents of further files of the checkpoint, by name, made of the state that rank 0 gathered."""
         return {}
 
     def restore(self, state: Any) -> None:
@@ -66,7 +66,7 @@ class Part:
 
 
 class ModelPart(Part):
-    """A model's weights; `dpo.models.loading` has read them before the model was distributed, so `restore` need not."""
+    """A model's weights. `restore` does nothing: `dpo.models.loading` read them before the model was distributed."""
 
     def restore(self, state: Any) -> None:
         pass
@@ -74,7 +74,7 @@ class ModelPart(Part):
 
 @dataclass
 class OptimizerPart(Part):
-    """An optimizer's state, of which the file has whole tensors; each process restores its shards."""
+    """An optimizer's state. Its file has whole tensors; each process restores its shards of them."""
 
     mesh: Mesh
 
@@ -86,7 +86,7 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """The states of the random generators of all processes; not restored if their number has changed."""
+    """The states of the random generators of all processes."""
 
     is_always_whole = True
 
@@ -114,7 +114,7 @@ class RandomPart(Part):
 
 
 class RunState:
-    """What the part `trainer` of a checkpoint saves of a trainer, which derives from it: counters, and states by name.
+    """The base class of a trainer, with what a checkpoint saves of it as the part `trainer`: counters and other states.
 
     Of frozen weights, those of the reference or of an adapted base, only a digest is saved.
     """
@@ -128,7 +128,7 @@ class RunState:
     def __init__(self, reference: Any, base_digest: str | None, **states: Any):
         """`states` are objects with `state_dict` and `load_state_dict`, by their names in the checkpoint.
 
-        `base_digest`, that of an adapted base, counts only without a reference.
+        `base_digest` is the digest of an adapted base, which counts only if there is no reference.
         """
         self._states = states
         self._frozen_digest = reference.digest if reference else base_digest
@@ -156,7 +156,7 @@ class RunState:
 
 
 class PartCopy(NamedTuple):
-    """A part that is copied to the host."""
+    """A part of a checkpoint, copied to the host."""
 
     name: str
     state: Any  # what rank 0 writes to NAME.pt
@@ -200,7 +200,7 @@ class Checkpoints:
         With `elsewhere`, save to that directory, and set no links. `step_idx`, the reference code's name of N, is the
         number of examples trained on. `metrics` are those of an evaluation at this point, if there was one. `quality`
         is the value that ranks checkpoints, where higher is better, and `facts` are for the manifest. Every process
-        must call it; rank 0 writes.
+        must call it; unless the checkpoint is sharded, rank 0 alone writes.
         """
         self.wait()
         links = [] if elsewhere else ["LATEST"]
@@ -237,7 +237,7 @@ class Checkpoints:
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
         """Yield the parts' names and states, which are whole on rank 0 alone."""
         for part in parts:
-            # Rank 0 may still write the previous part, for which a collective would not wait.
+            # Rank 0 may still be writing the previous part, which may take longer than a collective waits.
             meet_rank_0("a checkpoint's part")
             state = part.gather()
             yield part.name, state
@@ -249,24 +249,25 @@ class Checkpoints:
     def _save_shards(self, parts: Sequence[Part], directory: Path, write: Callable[[Iterable], str]) -> None:
         """Copy this process's parts of the tensors to the host, and write the copies while training goes on.
 
-        Without memory for all copies, training waits, and there are copies of one part at a time.
+        Without memory for the copies of all parts, training waits, and one part at a time is copied and written.
         """
-        # Whole parts come first: to gather them is a collective, for which no process should wait long.
+        # Whole parts come first: gathering them is a collective, and no process should wait there while others write.
         parts = sorted(parts, key=lambda part: not part.is_always_whole)
-        place = name_call("a checkpoint")
+        call = name_call("a checkpoint")
         n_bytes = sum(count_own_bytes(part.find_state()) for part in parts if not part.is_always_whole)
-        n_bytes *= math.ceil(self.mesh.world_size / count_machines())
+        n_bytes *= math.ceil(self.mesh.world_size / count_machines())  # for all processes of a machine
         _, n_free = host_memory()
-        copies: Iterable[PartCopy] = map(self._copy, parts)  # copied when they are taken from it
+        copies: Iterable[PartCopy] = map(self._copy, parts)  # lazy: a part is copied when the next copy is taken
         has_memory = not self.mesh.any(n_bytes > n_free)
         if has_memory:
             copies = list(copies)
-        self._saving = self._thread.submit(self._write_shards, place, directory, copies, write)
+        self._saving = self._thread.submit(self._write_shards, call, directory, copies, write)
         if not has_memory:
             self.wait()
             self.log(f"training waited for it, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
 
     def _copy(self, part: Part) -> PartCopy:
+        """Copy a part: gathered on rank 0 if it is always whole, otherwise with this process's parts of tensors."""
         if part.is_always_whole:
             state = part.gather()
             return PartCopy(part.name, state, {}, part.convert(state) if self.mesh.rank == 0 else {})
@@ -275,38 +276,39 @@ class Checkpoints:
         return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own, {})
 
     def _write_shards(
-        self, place: str, directory: Path, copies: Iterable[PartCopy], write: Callable[[Iterable], str]
+        self, call: str, directory: Path, copies: Iterable[PartCopy], write: Callable[[Iterable], str]
     ) -> str:
         """Write the copies, and return a message for the user once the checkpoint is complete.
 
-        As the main thread may train, this calls no collective: the ranks tell each other through the store, under keys
-        that begin with `place`.
+        As the main thread may train, this calls no collective: the ranks communicate through the store, under keys that
+        begin with `call` (from `name_call`).
         """
         rank = self.mesh.rank
         size = self.mesh.world_size
 
         def write_own(part: PartCopy) -> list[tuple]:
+            """Write the tensors that this process has of a part; return [its file], or [] if it has none."""
             return [write_shard(directory, SHARD.format(part.name, rank + 1, size), part.own)] if part.own else []
 
-        def write_all() -> Iterator[tuple]:
-            """Yield names and states of rank 0, and of files with parts of tensors, which every rank writes."""
-            tell(f"{place} begins")
+        def iterate_states() -> Iterator[tuple]:
+            """Yield the `states` for `write_checkpoint`: those that rank 0 has copied, and the shards of every rank."""
+            tell(f"{call} begins")  # `write_checkpoint` has made the directory
             for part in copies:
                 yield part.name, part.state
                 yield from part.files.items()
                 yield from write_own(part)
             for other in range(1, size):
-                for name, facts in json.loads(wait_for(f"{place}, files of rank {other}")):
+                for name, facts in json.loads(wait_for(f"{call}, files of rank {other}")):
                     yield name, WrittenFile(facts)
 
         if rank == 0:
-            message = write(write_all())
-            tell(f"{place} is complete", message)
+            message = write(iterate_states())
+            tell(f"{call} is complete", message)
             return message
-        wait_for(f"{place} begins")  # the directory is there
+        wait_for(f"{call} begins")  # from then on, the directory is there
         written = [file for part in copies for file in write_own(part)]
-        tell(f"{place}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
-        return wait_for(f"{place} is complete")
+        tell(f"{call}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
+        return wait_for(f"{call} is complete")
 
     def check(self) -> None:
         """Raise RunError if a save has failed while training went on, and log a save that is done."""
@@ -320,7 +322,7 @@ class Checkpoints:
             self.log(saving.result())
 
     def let_complete(self) -> None:
-        """Give the save that is being written time to become complete, before an error ends this process."""
+        """Wait, before an error ends this process, for the save that is being written; its own errors are ignored."""
         if self._saving:
             wait_for_any([self._saving], timeout=COMPLETION_SECS if self.mesh.world_size > 1 else None)
 
@@ -342,7 +344,7 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Keep BEST if it is in this run's directory, which may be a new one."""
+        """Keep BEST if it was evaluated on as many examples and is in this run's directory, which may be a new one."""
         before = state["n_evaluated"]
         if before != self.n_evaluated:
             self.log(f"BEST is chosen anew: {self.n_evaluated} test examples are evaluated, and were {before}")

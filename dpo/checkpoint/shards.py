@@ -1,8 +1,8 @@
-"""Tensors in sharded checkpoints: every process writes its parts of them, and whoever reads joins them.
+"""Tensors in sharded checkpoints: every process writes its parts of them, and the reader joins these.
 
 A process writes its parts of a state to one file, in the format of torch.distributed.checkpoint's
 HuggingFaceStorageWriter. The state's `NAME.pt` has a tensor on the meta device in place of each tensor whose parts are
-in these files; there they are called NAME and the tensor's path in the state, separated by dots.
+in these files. The name of a part is NAME and the tensor's path in the state, joined by dots.
 """
 
 import json
@@ -24,7 +24,7 @@ SHARDS = "shard-*.safetensors"
 # The metadata of a file, as torch.distributed.checkpoint writes and reads it: where each part begins in its tensor.
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-WITHOUT_VALUES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.numel)  # what a `SplitTensor` does without joining
+WITHOUT_VALUES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.numel)  # these join no `SplitTensor`
 
 
 def list_shards(file: Path) -> list[Path]:
@@ -39,20 +39,20 @@ def write_parts(path: Path, parts: Parts) -> None:
 
 
 def read_parts(state: Any, file: Path) -> Any:
-    """Replace the tensors on the meta device in the state of `NAME.pt` by those whose parts are in its shards.
+    """Replace the tensors on the meta device in the state of `NAME.pt` by `SplitTensor`s of the parts in its shards.
 
     Raises ValueError if parts are missing, and safetensors' errors for damage.
     """
-    found: dict[str, list] = {}
-    _replace_meta(state, file.stem, lambda key, tensor: found.setdefault(key, []))
-    if not found:
+    parts: dict[str, list] = {}  # by name, for each tensor on the meta device
+    _replace_meta(state, file.stem, lambda key, tensor: parts.setdefault(key, []))
+    if not parts:
         return state
     for path in list_shards(file):
         with safe_open(path, "pt") as shard:
             offsets = json.loads(shard.metadata()[OFFSETS_KEY])
-            for key in offsets.keys() & found.keys():
-                found[key].append((tuple(offsets[key][OFFSETS]), shard.get_tensor(key)))  # mapped from the file
-    return _replace_meta(state, file.stem, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, found[key]))
+            for key in offsets.keys() & parts.keys():
+                parts[key].append((tuple(offsets[key][OFFSETS]), shard.get_tensor(key)))  # mapped from the file
+    return _replace_meta(state, file.stem, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, parts[key]))
 
 
 def _replace_meta(value: Any, name: str, make: Callable[[str, Tensor], Any]) -> Any:
@@ -72,22 +72,22 @@ def join_in_files(state: Any, folder: Path) -> Any:
         whole = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return whole.view(tensor.shape).copy_(tensor)
 
-    return _change(state, join)
+    return _replace_split(state, join)
 
 
-def _change(value: Any, change: Callable[[Any], Tensor]) -> Any:
+def _replace_split(value: Any, change: Callable[[Any], Tensor]) -> Any:
     """Apply `change` to the `SplitTensor`s in nested mappings, lists and tuples."""
     if isinstance(value, SplitTensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _change(item, change) for key, item in value.items()}
-    return type(value)(_change(item, change) for item in value) if type(value) in (list, tuple) else value
+        return {key: _replace_split(item, change) for key, item in value.items()}
+    return type(value)(_replace_split(item, change) for item in value) if type(value) in (list, tuple) else value
 
 
 class SplitTensor(Tensor):
-    """A tensor in several parts, which may be mapped from files: whatever is computed with it joins them first.
+    """A tensor in several parts, which may be mapped from files; any computation with it joins them first.
 
-    So it takes no memory until then. Raises ValueError if the parts are not those of one tensor.
+    Until then it takes no memory. Raises ValueError if the parts are not those of one tensor.
     """
 
     parts: list[tuple[tuple[int, ...], Tensor]]  # where each begins in each dim, and the part
@@ -119,4 +119,4 @@ class SplitTensor(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function in WITHOUT_VALUES:
             return super().__torch_function__(function, types, args, kwargs)
-        return function(*_change(args, cls.join), **_change(kwargs or {}, cls.join))
+        return function(*_replace_split(args, cls.join), **_replace_split(kwargs or {}, cls.join))

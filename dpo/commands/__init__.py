@@ -127,9 +127,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> None:
-    """Add options that a run's config cannot set.
+    """Add the options for a chat template and for a model's own code.
 
-    They name a file to read, and allow the command to run a model's code.
+    The config of a run cannot set them, as it may be someone else's, and they read a file and run code.
     """
     parser.add_argument("--chat-template", *template_names, metavar="FILE", help="instead of the run's own template")
     parser.add_argument(

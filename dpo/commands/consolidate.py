@@ -45,16 +45,20 @@ def main(arguments: list[str]) -> None:
 
 
 def read_states(checkpoint: Path, files: Mapping, folder: Path) -> Iterator[tuple]:
-    """Yield the names and states of a checkpoint's files for `write_checkpoint`; `folder` is for temporary files."""
+    """Yield the names and states of a checkpoint's files, with whole tensors, for `write_checkpoint`.
+
+    A file that is not a state is yielded as bytes. `folder` is where temporary files may be written.
+    """
     from dpo.checkpoint.files import read_state
     from dpo.checkpoint.shards import SHARDS, join_in_files
 
     for name in files:
         path = checkpoint / name
-        if path.match(SHARDS):
+        if path.match(SHARDS):  # read below, with the state of which it has a part
             continue
         if path.suffix != ".pt":
             yield name, path.read_bytes()
             continue
         with tempfile.TemporaryDirectory(prefix=".dpo-", dir=folder) as scratch:
+            # The caller writes a state before it asks for the next one, so the mapped files may then be deleted.
             yield path.stem, join_in_files(read_state(path), Path(scratch))

@@ -12,7 +12,7 @@ from dpo.data.demo import COURTEOUS
 from dpo.system.host import is_installed, python_process_options
 
 DEMO = Path(".cache", "demo")
-# The page compares the samples with those before training.
+# do_first_sampling=true, as the page compares the samples with those before training
 COMMON = """model=demo datasets=[demo] max_length=96 max_prompt_length=72 batch_size=32 eval_batch_size=64
     n_eval_examples=256 do_first_sampling=true schedule=cosine wandb.enabled=false resume=auto"""
 STAGES = {
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     for name, stage in STAGES.items():
         command = f"{stage.format(DEMO)} {COMMON} exp_name=demo_{name} local_run_dir={DEMO / name}".split()
         print(f"\n$ dpo train {' '.join(command)}\n", flush=True)
-        # One thread suffices, as threads mostly wait for each other with a model this small.
+        # One thread suffices: with a model this small, several mostly wait for each other.
         process = python_process_options("-m", "dpo", "train", *command, OMP_NUM_THREADS="1")
         if subprocess.run(**process, check=False).returncode:
             sys.exit(f"the {name} stage failed; see its output above")

@@ -136,7 +136,7 @@ def find_links(n_gpus: int) -> Counter[str]:
 
 
 def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
-    """Return lines that recommend what to train with on such a machine."""
+    """Return the lines that recommend settings for a machine with these GPUs and links."""
     n = len(gpus)
     settings = "trainer=BasicTrainer"
     dtype_key = "model.autocast"
@@ -157,7 +157,10 @@ def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
 
 
 def check_devices() -> None:
-    """Multiply on each GPU, recommend, and sum a tensor over the GPUs, or over two processes."""
+    """Test each GPU, recommend settings, and sum a tensor over one process per GPU, or two without GPUs.
+
+    An error, such as a wrong result, ends the process.
+    """
     import torch
 
     gpus = find_gpus()
@@ -177,7 +180,7 @@ def check_devices() -> None:
 
 
 def _sum(rank: int, backend: str, size: int, folder: str) -> None:
-    """Check in one of `size` processes that an all-reduce sums rightly; they meet at a file in `folder`."""
+    """Check in one of `size` processes that an all-reduce sums rightly; they meet through a file in `folder`."""
     import torch
     import torch.distributed as dist
 

@@ -26,7 +26,7 @@ from dpo.settings.places import check_exists
 from dpo.system.plain_files import has_form, read_json
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
-DECIDED = (  # keys that are tried
+TRIED = (  # keys that the command sets itself, most of them to several values in turn
     "trainer", "world_size", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps",
     "activation_checkpointing", "microbatch_size",
 )  # fmt: skip
@@ -74,8 +74,8 @@ def main(arguments: list[str]) -> None:
         if wrong := [n for _, n in clusters if n != plan.dims.world_size]:
             raise InputError(f"{options.run} has {plan.dims.world_size} processes: --gpus NAME:{wrong[0]} has others")
     else:
-        if typed := [text for text in settings if parse_key(text) in DECIDED]:
-            raise InputError(f"estimate tries {', '.join(DECIDED)}: leave out {' '.join(typed)}")
+        if typed := [text for text in settings if parse_key(text) in TRIED]:
+            raise InputError(f"estimate tries {', '.join(TRIED)}: leave out {' '.join(typed)}")
         if not any(text.startswith("exp_name=") for text in settings):
             settings.append("exp_name=estimate")
         _, plan = check_command_line(["dry_run=true", "trainer=FSDPTrainer", *settings])
@@ -85,24 +85,24 @@ def main(arguments: list[str]) -> None:
     if plan.online:
         raise InputError("online=online is not estimated, as sampling takes most of its time: leave it out")
     data = load_data(plan, silent=True)
-    found = []
+    estimates = []
     for name, n_gpus in clusters:
         estimator = Estimator(plan, data, rates[name])
         ways = list_ways(plan, n_gpus, rates[name])
         if options.run:
-            ways = iter([[make_plan(plan.values, world_size=n_gpus, gpus=n_here)]])
+            ways = iter([[make_plan(plan.values, world_size=n_gpus, gpus=n_here)]])  # only the run's own
         costs = [measure(way, estimator) for way in ways]
-        costs.sort(key=lambda way: (way["lacking_gb"], way["seconds"]))
-        found.append({"gpus": f"{name}:{n_gpus}", "updates": data.report.updates, "ways": costs, **measured})
+        costs.sort(key=lambda cost: (cost["lacking_gb"], cost["seconds"]))
+        estimates.append({"gpus": f"{name}:{n_gpus}", "updates": data.report.updates, "ways": costs, **measured})
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(estimates, indent=1))
         return
-    for (name, n_gpus), cluster in zip(clusters, found, strict=True):
+    for (name, n_gpus), cluster in zip(clusters, estimates, strict=True):
         show(cluster, settings, n_machines=math.ceil(n_gpus / rates[name].gpus_per_machine))
 
 
 def read_rates(path: Path) -> dict:
-    """Read the rates of GPUs; an entry may have some of those that are assumed for a GPU of its name."""
+    """Read rates of GPUs from a file, and add RATES; for a GPU of RATES, rates that the file leaves out are assumed."""
     from dpo.training.estimate import RATES, Rates
 
     check_exists(path)
@@ -114,7 +114,7 @@ def read_rates(path: Path) -> dict:
         assumed = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
         values = {**assumed, **entry}
         has_all = values.keys() == RATES_FORM.keys() and has_form(values, RATES_FORM)
-        numbers = [0]
+        numbers = [0]  # refused below, unless all rates are there
         if has_all and has_form(values["tflops"], TFLOPS_FORM):
             numbers = [*values["tflops"].values(), *(value for key, value in values.items() if key != "tflops")]
         if min(numbers) <= 0:
@@ -127,7 +127,10 @@ def read_rates(path: Path) -> dict:
 
 
 def read_measured(run_dir: Path) -> tuple[Any, int, dict]:
-    """Return the plan of a run, its GPUs in a machine, and its peak of memory and median time of an update."""
+    """Return the plan of a run, the number of GPUs of its machine, and what it measured.
+
+    `{"measured": {"memory_gb": ..., "seconds": ...}}` has the peak of memory, and the median time of an update.
+    """
     from dpo.analysis.runs import read_run
     from dpo.settings.plan import make_plan
     from dpo.settings.validation import read_plan
@@ -149,7 +152,11 @@ def parse_gpus(text: str, rates: Mapping) -> tuple[str, int]:
 
 
 def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
-    """Yield, for each way to divide the model, plans with one backward pass per update, with two, and so on."""
+    """Yield a list of plans for each way to divide the model, without and with activation checkpointing.
+
+    The plans of a list have 1, 2, 4, ... backward passes per update, and the last one has a pass for each example of a
+    process.
+    """
     from dpo.models.loading import find_model_config
     from dpo.parallel.tensor_parallel import check_tensor_parallel
     from dpo.settings.plan import make_plan
@@ -164,7 +171,7 @@ def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
             divisions.append({"trainer": "TensorParallelTrainer", "tensor_parallel_size": size})
     config = find_model_config(plan)
     precision = {}
-    if plan.model.autocast == "auto":  # these GPUs have bfloat16
+    if plan.model.autocast == "auto":  # the GPUs in question have bfloat16
         precision = {"model.autocast": None, "model.fsdp_policy_mp": plan.model.fsdp_policy_mp or "bfloat16"}
     for division, is_checkpointed in product(divisions, (False, True)):
         tensor_size = division.get("tensor_parallel_size", 1)
@@ -173,7 +180,7 @@ def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
         except InputError:  # the model cannot be cut in this way
             continue
         values = {**plan.values, **precision, **division, "activation_checkpointing": is_checkpointed}
-        most = math.ceil(plan.data.batch_size * tensor_size / n_gpus)  # examples of a process
+        most = math.ceil(plan.data.batch_size * tensor_size / n_gpus)  # passes: one for each example of a process
         plans = [
             make_plan({**values, "gradient_accumulation_steps": n}, world_size=n_gpus, gpus=n_here)
             for n in (*(2**i for i in range(most.bit_length()) if 2**i < most), most)
@@ -183,7 +190,10 @@ def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
 
 
 def measure(plans: Sequence[Any], estimator: Any) -> dict:
-    """Return the costs of the first plan that fits, or of the last one if none does."""
+    """Return the costs, as `--json` prints them, of the first plan that fits into memory, or of the last if none does.
+
+    The plans have ever more backward passes.
+    """
     from dpo.training.estimate import find_seconds
 
     usable_gb = USABLE * estimator.rates.memory_gb
@@ -195,7 +205,8 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
         return memories[index][0].total() / 1e9 <= usable_gb
 
     last = len(plans) - 1
-    index = bisect_left(range(last), True, key=fits)  # memory falls with the number of passes
+    # Bisection finds the first plan that fits, or else the last one, as memory falls with the number of passes.
+    index = bisect_left(range(last), True, key=fits)
     plan = plans[index]
     memory, notes = memories.get(index) or estimator.estimate_memory(plan, frozen)
     work = estimator.estimate_work(plan, frozen)

@@ -42,7 +42,7 @@ from dpo.system.host import is_installed, python_process_options
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
-# These options decide which answers there are.
+# These options decide which answers are drawn.
 SAMPLING_OPTIONS = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> None:
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
     kind, _, file = (options.judge or "").partition(":")
-    # The options recorded with the verdicts become defaults, so that the same answers are drawn; those of the command
-    # line count first.
+    # The options recorded with the verdicts become defaults, so that the same answers are drawn; options of the command
+    # line still override them.
     if kind == "verdicts" and file:
         for verdict in judges.read_verdicts(file).values():
             for name, value in verdict["drawn"].items():
@@ -164,7 +164,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
 
 
 def find_folder(options: Any, source: ModelPath) -> Path:
-    """Return the directory of the results: --out, or `evaluation` in the model's run or else here."""
+    """Return the directory of the results: --out, else `evaluation` in the model's run or the current directory."""
     if options.out:
         return options.out
     return (source.run_dir or Path()) / "evaluation"
@@ -186,7 +186,7 @@ def load_pair(options: Any) -> list[LoadedModel]:
     names = [name_model(model.path) for model in models]
     if not options.other:
         names[1] = "its start"
-    elif names[0] == names[1]:  # short names would be equal
+    elif names[0] == names[1]:  # then they are too short
         names = [options.model, options.other]
     return [model._replace(name=name) for model, name in zip(models, names, strict=True)]
 
@@ -203,27 +203,29 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
     """Make the judge that the options name; None for people, who judge later."""
     if options.judge == "human":
         return None
-    kind, _, place = options.judge.partition(":")
-    if kind == "verdicts" and place:
-        return judges.make_file_judge(place)
+    kind, _, source = options.judge.partition(":")
+    if kind == "verdicts" and source:
+        return judges.make_file_judge(source)
     if kind in ("http", "https"):
         template = judges.read_template(options.template)
         replies = folder / "replies.jsonl"
         server = Server(options.judge, options.judge_model, replies, parallel=options.parallel, timeout=options.timeout)
         return judges.make_server_judge(server, template)
-    if kind in ("reward_model", "function") and place:
-        return judges.make_scoring_judge(scorer=kind, **{kind: place})
+    if kind in ("reward_model", "function") and source:
+        return judges.make_scoring_judge(scorer=kind, **{kind: source})
     raise InputError(f"--judge {options.judge} is not known: choose {JUDGES}")
 
 
 def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, folder: Path, options: Any) -> list[Pair]:
-    """Return a pair of answers to each prompt that both models have positions for."""
+    """Return a pair of answers to each prompt that, with an answer, fits into the positions of both models."""
     tokenizer = models[0].tokenizer
-    made_with = tokenizer if options.prompts is None else None  # a file's prompts are asked as messages
+    # The tokenizer that the prompts' texts were made with: the policy's, for prompts that its run held out. A file has
+    # none, so each model writes the messages of its prompts in its own form.
+    text_tokenizer = tokenizer if options.prompts is None else None
     fitting = []
     encoded = []  # a prompt's token ids for each model, by prompt
     for prompt in prompts:
-        tokens = [encode_for(model, prompt, made_with, n_new=options.max_new_tokens) for model in models]
+        tokens = [encode_for(model, prompt, text_tokenizer, n_new=options.max_new_tokens) for model in models]
         if None not in tokens:
             fitting.append(prompt)
             encoded.append(tokens)
@@ -245,7 +247,7 @@ def run_lm_eval(options: Any) -> None:
     source = find_model(
         options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
     )
-    # A checkpoint has an export that lm-eval reads; it cannot read a policy.pt.
+    # lm-eval reads a checkpoint's export, as it cannot read a policy.pt.
     model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
     if (source.policy_file and not model.exists()) or "," in str(model):  # lm-eval splits its arguments at commas
         raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")

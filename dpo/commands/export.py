@@ -32,7 +32,7 @@ from dpo.system.run_directory import read_run_facts
 
 RUN_KEY = "dpo_run"  # in the metadata of a model card: the id of the run that made the repository
 CONVERTER = "convert_hf_to_gguf.py"  # in llama.cpp's repository
-# An export may have files of these patterns: weights, configs, tokenizer and code.
+# Patterns of the files that an export may have (weights, configs, tokenizer, code). `push` deletes earlier ones.
 PUSHED = """model.safetensors model-*.safetensors pytorch_model*.bin *.index.json adapter_model.* model-*.gguf
     config.json generation_config.json adapter_config.json *processor_config.json curves/*.png
     tokenizer* special_tokens_map.json added_tokens.json chat_template* additional_chat_templates/* vocab.* merges.txt
@@ -64,16 +64,16 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--push {options.push} must be USER/NAME")
     if options.llama_cpp and not (options.llama_cpp / CONVERTER).is_file():
         raise InputError(f"--llama-cpp {options.llama_cpp} has no {CONVERTER}: name a checkout of llama.cpp")
-    named = {
+    model_options = {
         "model": options.model,
         "template": options.chat_template,
         "trust_remote_code": options.trust_remote_code,
     }
-    source = find_model(options.checkpoint, **named)
+    source = find_model(options.checkpoint, **model_options)
     print(f"reading {source.describe()}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch, "model")
-        folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **named)
+        folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **model_options)
         print(describe_export(folder))
         if options.gguf:
             convert(folder, options.gguf, options.llama_cpp)
@@ -140,7 +140,7 @@ def push(folder: Path, name: str, run_id: str | None, *, public: bool, may_overw
         print(f"  {file.relative_to(folder)} ({file.stat().st_size / 1e6:,.2f} MB)", flush=True)
     api = HfApi(library_name="dpo-train", library_version=__version__)
     with explaining_library(lambda error: RunError(f"{name} was not pushed: {one_sentence(error)}")):
-        REMEMBERED.add(get_token() or "")
+        REMEMBERED.add(get_token() or "")  # so that no message of an error shows it
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
         elif not may_overwrite and (run_id is None or _find_run_id(api, name) != run_id):

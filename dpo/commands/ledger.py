@@ -28,7 +28,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
     from dpo.settings.validation import read_plan
 
     plan = read_plan(run_dir / "config.yaml", prefixes=("model.", "local_dirs", "dataset"))
-    # As in a dry run, no table is left behind; and no code of the model is run.
+    # dry_run, so that no table stays on the disk; and no code of the model may run, as the run may be someone else's.
     plan = plan.change("dry_run", True).change("model.trust_remote_code", False)
     data = load_data(plan, silent=True)
     texts = {}
@@ -42,7 +42,7 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
 
 
 def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yield the lines to print about pairs; `texts` has those of some, by the pair's digest."""
+    """Yield the lines to print about pairs; `texts` is as `find_texts` returns it, and may lack some pairs."""
     for pair in pairs:
         line = (
             f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
@@ -53,10 +53,10 @@ def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> It
             line += "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
         yield line
         for name, text in texts.get(pair.example, {}).items():
-            line = " ".join(text.split())
+            excerpt = " ".join(text.split())
             # The question is at a prompt's end.
-            line = line[-LONGEST_TEXT:] if name == "prompt" else line[:LONGEST_TEXT]
-            yield f"    {name:<9} {line}"
+            excerpt = excerpt[-LONGEST_TEXT:] if name == "prompt" else excerpt[:LONGEST_TEXT]
+            yield f"    {name:<9} {excerpt}"
 
 
 @command
@@ -67,9 +67,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     summary = summarize_ledger(read_ledger(options.run), top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
-    texts = {
-        pair.example: pair.texts for pair in pairs if pair.texts is not None
-    }  # the ledger has those of online pairs
+    # The ledger has the texts of online pairs; those of other pairs are in the run's data.
+    texts = {pair.example: pair.texts for pair in pairs if pair.texts is not None}
     note = ""
     if wanted := {pair.example for pair in pairs} - texts.keys():
         try:

@@ -28,7 +28,7 @@ LONGEST_REQUEST_SECS = 10
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # the browser went away
+        if not isinstance(sys.exception(), OSError):  # an OSError means that the browser closed the connection
             super().handle_error(request, client_address)
 
 
@@ -63,11 +63,11 @@ def list_runs(paths: list[Path]) -> list[Path]:
 def serve(paths: list[Path], port: int) -> None:
     """Show the runs to browsers of this machine until Ctrl-C. Raises InputError if a path is not a run."""
     draw_charts(read_runs(list_runs(paths)))  # what cannot be shown is refused now, not at the first request
-    drawing = threading.Lock()  # matplotlib's styles are global
+    drawing_lock = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self) -> None:
-            # A client may send one byte at a time forever.
+            # A client that sends one byte at a time would keep this thread forever.
             deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
             deadline.start()
             try:
@@ -88,14 +88,14 @@ def serve(paths: list[Path], port: int) -> None:
                 status = 403
             elif shown:
                 links = [(name, address) for address, (name, _) in pages.items()]
-                with suppress(InputError, OSError), drawing:  # the run may have been deleted meanwhile
+                with suppress(InputError, OSError), drawing_lock:  # the run may have been deleted meanwhile
                     contents = read_runs(shown)
                     body = render(contents, draw_charts(contents), links)
                     status = 200
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            if any(map(is_locked, shown)):
+            if any(map(is_locked, shown)):  # a run that trains has its directory locked
                 self.send_header("Refresh", "5")  # seconds until the browser asks again
             self.end_headers()
             self.wfile.write(body)

@@ -22,7 +22,7 @@ RESET = "/reset"
 
 
 def converse(models: list[LoadedModel], sampling: Sampling) -> None:
-    """Hold a conversation with each model, over typed or piped lines; in the form `raw` each prompt stands alone."""
+    """Hold a conversation with each model, over typed or piped lines; in the form `raw` each line begins a new one."""
     print(f"Type a prompt of one line, then Enter; {RESET} starts a new conversation, and Ctrl-D ends.")
     histories = [[] for _ in models]  # messages so far, by model
     for index in itertools.count():  # the prompt's number, which is part of the seed
@@ -34,15 +34,15 @@ def converse(models: list[LoadedModel], sampling: Sampling) -> None:
             histories = [[] for _ in models]
         if line in ("", RESET):
             continue
-        asked = [[*history, {"role": "user", "content": line}] for history in histories]
-        try:  # before the first answer, as a prompt that does not fit changes no history
+        conversations = [[*history, {"role": "user", "content": line}] for history in histories]
+        try:  # all are encoded before the first answer, as a prompt that does not fit changes no history
             prompts = []
-            for model, messages in zip(models, asked, strict=True):
+            for model, messages in zip(models, conversations, strict=True):
                 prompts.append(model.encode(model.write(messages), n_new=sampling.max_new_tokens))
         except InputError as error:
             print(f"error: {redact(str(error))}; {RESET} starts a new conversation", file=sys.stderr)
             continue
-        histories = asked
+        histories = conversations
         for model, prompt, history in zip(models, prompts, histories, strict=True):
             text = model.answer(prompt, index, sampling).strip()
             history.append({"role": "assistant", "content": text})

@@ -75,7 +75,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
     scored = {role: batch[f"{role}_labels"] != IGNORE_INDEX for role in roles}  # each (rows, tokens)
     examples = []
     for row in range(len(batch["chosen_input_ids"])):
-        # argmax of zeros and ones is the position of the first one
+        # argmax of zeros and ones is the position of the first 1
         n_prompt = min(int(scored[role][row].int().argmax()) for role in roles)
         prompts = set()
         responses = []
@@ -89,7 +89,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             flags = scored[role][row, n_prompt:length].tolist()
             neighbours = enumerate(pairwise([True, *flags, True]))
             cuts.append(tuple(i for i, (before, here) in neighbours if before != here))
-        [prompt] = prompts  # chosen and rejected have the same
+        [prompt] = prompts  # chosen and rejected have the same prompt
         example = Example(
             prompt,
             tuple(responses),

@@ -1,4 +1,4 @@
-"""Which column of custom data, such as `preferred`, is which field of a loss, such as `chosen`."""
+"""Recognizes which column of custom data, such as `preferred`, is which field of a form, such as `chosen`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from dpo.redaction import shorten
 from dpo.settings.places import FIELDS, FORMS, OPTIONAL_FIELDS, SYSTEM, TOOLS, WHOLE_PAIR_FIELDS
 
 N_INSPECTED = 100  # rows whose values are looked at
-# Other names of our fields, as `normalize` returns them. Those of a pair may stand beside a noun, as in `good_answer`.
+# Other names of our fields, as `normalize` returns them. Those of a pair may be joined to a noun, as in `good_answer`.
 SYNONYMS = {
     "prompt": "question instruction query input userprompt usermessage userquestion userinput",
     "chosen": "preferred accepted selected better best good winner winning win positive",
@@ -26,17 +26,17 @@ SYNONYMS = {
 NOUNS = ("response", "answer", "completion", "output", "reply", "text", "messages", "message", "conversation")
 # Names of a column that says which of two others is better.
 VERDICTS = f"{SYNONYMS['chosen']} chosen preference choice verdict label".split()
-SIDES = ("ab", "12", "01")  # what tells the names of these two columns apart
+SIDES = ("ab", "12", "01")  # the letters or digits in the names of these two columns
 PLAIN = re.compile(r"[a-z_]\w*", re.ASCII | re.IGNORECASE)  # a text that Hydra's overrides may have without quotes
-WORD = re.compile(r"[\w./:-]*", re.ASCII)  # such as the name of a model
-TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # beginnings, as of "both bad"
+WORD = re.compile(r"[\w./:-]*", re.ASCII)  # a single word, such as the name of a model
+TIES = ("tie", "both", "neither", "equal", "draw", "same", "none", "nopreference")  # prefixes, as in "both bad"
 
 
 class Columns(NamedTuple):
-    used: dict[str, str]  # the column of each field
-    unused: list[str]  # columns
+    used: dict[str, str]  # the column of each field; with a verdict, chosen and rejected are in any order
+    unused: list[str]  # the other columns
     verdict: str = ""  # the column that says which of two responses is better
-    sides: Mapping[str, str] = {}  # the columns of these responses, by letter or digit
+    sides: Mapping[str, str] = {}  # the columns of these two responses, by the letter or digit in their names
 
     def describe(self, n_ties: int) -> str:
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
@@ -50,7 +50,7 @@ class Columns(NamedTuple):
         return "; ".join(parts)
 
     def find_fields(self, row: Mapping) -> dict[str, str]:
-        """Find the column of each field in a row; {} for a tie.
+        """Find the column of each field in a row, with the better response as chosen; {} for a tie.
 
         Raises InputError if the verdict does not say which response is better.
         """
@@ -81,8 +81,8 @@ def recognize(
     """Recognize the columns of a loss's fields; raises InputError, with the fix, if a field has no column or several.
 
     `configured` maps fields to columns, and a field without a column to None. Pairs need no column for the prompt if
-    chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone. Messages
-    call the dataset `name`, and the place of its rows `origin`.
+    chosen and rejected are dialogues, if there are no other columns, or if the config gives these two alone. Error
+    messages call the dataset `name`, and the place of its rows `origin`.
     """
     objects = [row for row in rows if isinstance(row, Mapping)]
     if not objects and isinstance(rows[0], InputError):  # no row can be parsed
@@ -90,28 +90,29 @@ def recognize(
     first_rows = objects[:N_INSPECTED]
     present = list(dict.fromkeys(column for row in objects for column in row))
     key = f"dataset_sources.{name}.columns"
-    given = [column for column in configured.values() if column]
-    if len(set(given)) < len(given) or not set(given) <= set(present):
+    mapped = [column for column in configured.values() if column]
+    if len(set(mapped)) < len(mapped) or not set(mapped) <= set(present):
         raise InputError(
-            f"{key} gives {', '.join(given)}, which must be different columns of {origin}; it has {', '.join(present)}"
+            f"{key} gives {', '.join(mapped)}, which must be different columns of {origin}; it has {', '.join(present)}"
         )
     candidates = _find_candidates(present, configured)
     verdict, sides = "", {}
-    # Rejected texts need no verdict. But most values of a column such as `loser` may be "a" or "b", which are no texts.
+    # A column of rejected texts makes a verdict needless. But a column such as `loser` may itself be a verdict: at
+    # least half of its values are then "a", "b" or the like.
     rejected_sides = [_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows]
     if 2 * rejected_sides.count("") <= len(rejected_sides) and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(objects, present, origin)
-    # in any order: `Columns.find_fields` says for each row which of the two is chosen
+    # in any order, as `Columns.find_fields` finds for each row which of the two is chosen
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
         candidates[field] = [column]
-    are_whole = _begin_with_prompt(first_rows, candidates, configured)
-    if not (candidates["chosen"] and candidates["rejected"]):  # one alone may be a verdict, and is no response
+    have_prompt = _begin_with_prompt(first_rows, candidates, configured)
+    if not (candidates["chosen"] and candidates["rejected"]):  # one alone may be a verdict, not a response
         candidates |= {field: [] for field in WHOLE_PAIR_FIELDS if field not in configured}
-    elif not are_whole:
-        # without a prompt, a chat that the messages of chosen and rejected continue
+    elif not have_prompt:
+        # the prompt may be a chat in a column of messages, which those of chosen and rejected continue
         candidates["prompt"] = candidates["prompt"] or candidates["messages"]
     form, is_clear = _choose_form(FORMS[trains_on], candidates, configured)
-    # no message advises to name chosen and rejected if a verdict tells them apart in each row
+    # advice in errors does not map chosen and rejected to columns if the verdict of each row does
     to_name = [field for field in form if not sides or field not in WHOLE_PAIR_FIELDS]
     if not is_clear:
         if isinstance(rows[0], TableRow) and not any(candidates.values()):
@@ -133,7 +134,7 @@ def recognize(
     fields = [*form, TOOLS]
     if "prompt" in form:
         fields.append("input")
-    if trains_on != "prompts":  # a weight is for the record's responses, and online runs draw others
+    if trains_on != "prompts":  # a weight is for a record's own responses, and online runs draw others
         fields.append("weight")
     if with_margins and "responses" not in form:  # one margin does not fit all pairs of a list
         fields.append("margin")
@@ -144,7 +145,7 @@ def recognize(
     unused_texts = [
         column for column in unused if any(isinstance(row.get(column), (str, list, dict)) for row in first_rows)
     ]
-    if form == WHOLE_PAIR_FIELDS and unused_texts and not are_whole:
+    if form == WHOLE_PAIR_FIELDS and unused_texts and not have_prompt:
         with_prompt = _write_override(key, ("prompt", *to_name), {**candidates, "prompt": unused_texts})
         without = "" if verdict else f", or {_write_override(key, form, candidates)}"
         raise InputError(
@@ -157,17 +158,17 @@ def recognize(
 def _choose_form(
     forms: Sequence[tuple[str, ...]], candidates: Mapping[str, list[str]], configured: Mapping[str, str | None]
 ) -> tuple[tuple[str, ...], bool]:
-    """Choose the first form with a column for each field, or else the one that lacks the fewest.
+    """Choose the first form with a column for each field, or else the one with columns for the most fields.
 
-    Of those that lack as few, a form of which no pairs can be made goes first. The form must have the fields that the
-    config maps. Also returns whether it has exactly one column for each field.
+    Among forms with columns for equally many fields, one that is not of pairs or lists is preferred. Forms that lack a
+    field of the config are left out, unless all lack one. Also returns whether each field has exactly one candidate.
     """
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    found = [form for form in fitting if all(candidates[field] for field in form)]
-    if not found:
-        n_found = {form: sum(bool(candidates[field]) for field in form) for form in fitting or forms}
-        return max(n_found, key=lambda form: (n_found[form], form not in FORMS["pairs"])), False
-    return found[0], all(len(candidates[field]) == 1 for field in found[0])
+    complete = [form for form in fitting if all(candidates[field] for field in form)]
+    if not complete:
+        n_fields = {form: sum(bool(candidates[field]) for field in form) for form in fitting or forms}
+        return max(n_fields, key=lambda form: (n_fields[form], form not in FORMS["pairs"])), False
+    return complete[0], all(len(candidates[field]) == 1 for field in complete[0])
 
 
 def _refuse_table_without_names(present: Sequence[str], origin: str) -> None:
@@ -180,12 +181,12 @@ def _refuse_table_without_names(present: Sequence[str], origin: str) -> None:
 
 
 def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Find the columns of each field: that of the config, that of the field's name, or all with one of its synonyms."""
+    """Find each field's columns: the config's, or else the one with the field's name, or else all with a synonym."""
     free = [column for column in present if column not in configured.values()]
     candidates = {"input": []}  # the second part of a prompt, which only Alpaca's form has
     for field in FIELDS:
         names = {field, *SYNONYMS.get(field, "").split()}
-        if field in configured:  # [] if it has no column
+        if field in configured:  # [] if the config says that it has none
             candidates[field] = [column for column in [configured[field]] if column is not None]
         elif field in free:
             candidates[field] = [field]
@@ -210,21 +211,21 @@ def _begin_with_prompt(
 ) -> bool:
     """Whether the values of chosen and rejected include their prompt, so that no column for it is needed.
 
-    They do if they are dialogues in HH's format, or messages that do not begin with an answer. Columns that the config
-    gives are not looked at.
+    They do if they are dialogues in HH's format, or messages that do not begin with an answer. A column that the
+    config gives is assumed to include it.
     """
     for field in WHOLE_PAIR_FIELDS:
         for column in candidates[field][:1]:
             for value in [row.get(column) for row in rows if field not in configured]:
                 first = value[0] if isinstance(value, list) and value else None
-                begins = is_message(first) and first.get("role", first.get("from")) not in ("assistant", "gpt")
-                if value is not None and not begins and ASSISTANT not in str(value):
+                is_prompt = is_message(first) and first.get("role", first.get("from")) not in ("assistant", "gpt")
+                if value is not None and not is_prompt and ASSISTANT not in str(value):
                     return False
     return True
 
 
 def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
-    """Whether there is exactly one column, and a value in it that is not a single word.
+    """Whether there is exactly one column, and some value in it is not a single word.
 
     A column `system` with single words only does not hold system turns, but names, such as a model's.
     """
@@ -232,9 +233,10 @@ def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
 
 
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str, dict[str, str]]:
-    """Find a column that may name the better of two responses ("" if there is none), and the columns of these.
+    """Find a column that may name the better of two responses, "" if there is none, and the columns of the responses.
 
-    Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `("winner", {})`.
+    Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `("winner", {})` without such
+    columns. Raises InputError if the verdicts are numbers that cannot be matched to the columns.
     """
     by_name = {}
     for column in present:  # such as `winner`, or `better_response_id`
@@ -243,17 +245,17 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
     if not verdict:
         return "", {}
     better_sides = {_find_side(row.get(verdict)) for row in rows}
-    longest_first = sorted(present, key=len, reverse=True)  # of `answer_1_text` and `answer_1`, the last one stays
+    longest_first = sorted(present, key=len, reverse=True)  # `answer_1` replaces `answer_1_text`
     for noun in NOUNS:
         sides = {_find_side(column): column for column in longest_first if noun in normalize(column)}
         sides.pop("", None)
         if "".join(sorted(sides)) not in SIDES:
             continue
-        # a number that names neither column, beside values that name one: a tie, or counted from another number
-        others = better_sides & {*"012"} - sides.keys()
-        if better_sides & sides.keys() and others:
+        # a number of neither column, though some values match one: it may mean a tie, or a count from 0 instead of 1
+        unmatched = better_sides & {*"012"} - sides.keys()
+        if better_sides & sides.keys() and unmatched:
             raise InputError(
-                f"{origin}: {verdict} has the number {min(others)}, so it is not known which of "
+                f"{origin}: {verdict} has the number {min(unmatched)}, so it is not known which of "
                 f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
             )
         return verdict, sides
@@ -261,7 +263,7 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
 
 
 def _find_side(value: Any) -> str:
-    """Find the letter or digit of the response that a value or a column names; "" if none."""
+    """Find the letter or digit of the response that a value or column names, as "a" in `Response A`; "" if none."""
     text = str(value).removesuffix(".0")  # a number of a table may be a float
     side = normalize(text)
     for word in ("model", "assistant", "option"):
@@ -272,16 +274,16 @@ def _find_side(value: Any) -> str:
 
 
 def normalize(name: str) -> str:
-    """Reduce a name or a value to small letters and digits."""
+    """Reduce a name or a value to lowercase letters and digits."""
     return re.sub(r"[\W_]+", "", name.lower())
 
 
 def _write_override(key: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:
-    """Write the override that gives each field of a form its first candidate, or else the word COLUMN."""
-    given = []
+    """Write the override, quoted for a shell, that maps fields to their first candidates, or else to COLUMN."""
+    entries = []
     for field in form:
         column = next(iter(candidates[field]), "COLUMN")
         if not PLAIN.fullmatch(column) or column.lower() in ("null", "true", "false"):
             column = json.dumps(column, ensure_ascii=False)
-        given.append(f"{field}: {column}")
-    return shlex.quote(f"{key}={{{', '.join(given)}}}")
+        entries.append(f"{field}: {column}")
+    return shlex.quote(f"{key}={{{', '.join(entries)}}}")

@@ -13,8 +13,8 @@ from dpo.data.columns import Columns, recognize
 from dpo.data.prompt_forms import is_dialogue, is_prefilled, share_header, split_turns
 from dpo.data.schema import (
     ASSISTANT,
-    READ,
-    RENDERED,
+    READ_KEYS,
+    RENDERED_KEYS,
     BadRecordsError,
     Messages,
     Prompt,
@@ -38,10 +38,11 @@ from dpo.system.pool import map_chunks
 
 N_DECIDING = 100  # first rows, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
-PROMPT_END = 60  # characters that a note shows
+PROMPT_END = 60  # last characters of a prompt, which a note shows
 SYSTEM_ROLES = (SYSTEM, "developer")
+# a list of messages that was written as text, in JSON or as Python prints it
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
-DESIRED, UNDESIRED = 1.0, 0.0  # scores of a pair, and of a labelled response
+DESIRED, UNDESIRED = 1.0, 0.0  # scores of the two responses of a pair, and of a response with a good or bad label
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
@@ -50,16 +51,16 @@ UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "
 class DataOptions(NamedTuple):
     """All that the prompts of a run depend on, besides their sources and the tokenizer; `trains_on` is one of
 
-    - "pairs": the pairs, and those that `list_pairs` makes of lists; equal scores make none
+    - "pairs": the pairs, and those that `list_pairs` makes of lists; two responses with equal scores make none
     - "prompts": the same, but a prompt whose lists make no pair is kept
     - "lists": the lists, and each pair as a list of two
     - "labels": the labelled responses, and with `unpair` both responses of each pair
-    - "targets": the best response of a pair or list, of the prompt's last row; other rows add a response each
+    - "targets": the best response of a prompt's last pair or list, or all of its completions
     """
 
     trains_on: str = "pairs"
     with_margins: bool = False  # whether the loss reads the margins of pairs
-    new_tokens: int = 0  # for which an online run needs room after a prompt
+    new_tokens: int = 0  # tokens for which an online run needs room after a prompt, within `max_length`
     list_pairs: str = "all"  # this and the following are keys of the config
     unpair: bool = False
     chat: str = "auto"
@@ -99,18 +100,24 @@ def get_custom(
 ) -> Split:
     """Read custom rows (`docs/formats.md`); the options are those of `DataOptions`.
 
-    `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Raises
-    InputError for columns, and BadRecordsError unless bad records can be skipped.
+    `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Error
+    messages call the dataset `name`, and the place of its rows `origin`. Raises InputError if the columns do not fit,
+    and BadRecordsError for bad records, unless they may be skipped and others remain.
     """
-    wanted = DataOptions(**options)
+    data_options = DataOptions(**options)
     recognized = recognize(
-        rows, columns, name=name, origin=origin, trains_on=wanted.trains_on, with_margins=wanted.with_margins
+        rows,
+        columns,
+        name=name,
+        origin=origin,
+        trains_on=data_options.trains_on,
+        with_margins=data_options.with_margins,
     )
     used = recognized.used
     has_pairs = "rejected" in used
     if has_pairs:
-        wanted.check_pairs(name)
-    reader = make_reader(rows, Reader(recognized, tokenizer, origin, wanted))
+        data_options.check_pairs(name)
+    reader = make_reader(rows, Reader(recognized, tokenizer, origin, data_options))
     # None: in this process, as a tokenizer in a model's own Python code may not be importable in another one
     rows_per_worker = ROWS_PER_WORKER if type(tokenizer).__module__.startswith("transformers.") else None
     split = Split()
@@ -118,27 +125,27 @@ def get_custom(
     n_read = 0
     for chunk in map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker):
         for prompt in chunk.prompts:
-            # the target is that of a prompt's last pair or list, as in HH; completions join
-            split.add(prompt, replaces=wanted.trains_on == "targets" and (has_pairs or "responses" in used))
+            # a prompt's last pair or list gives its target, as in HH; every completion is a target
+            split.add(prompt, replaces=data_options.trains_on == "targets" and (has_pairs or "responses" in used))
         n_read += len(chunk.prompts)
         split.bad_records += chunk.bad
         add_notes(notes, chunk.notes)
     bad = split.bad_records
-    if bad and (wanted.bad_records == "refuse" or not split):
+    if bad and (data_options.bad_records == "refuse" or not split):
         raise BadRecordsError(name, bad)
     n_ties = len(rows) - n_read - len(bad)
     sentences = [recognized.describe(n_ties)]
-    if wanted.trains_on == "targets" and "rejected" in used:
+    if data_options.trains_on == "targets" and "rejected" in used:
         sentences.append(
             f"loss=sft learns {used['chosen']} and does not use {used['rejected']}; loss=dpo trains on such pairs"
         )
     if split and reader.has_texts and getattr(tokenizer, "chat_template", None):
-        first = next(iter(split.values()))
+        first_prompt = next(iter(split.values()))
         treatment = "texts are used as they are, without the chat template"
         if reader.is_rendered:
             treatment = "the chat template renders texts"
-        prompt_end, response = redact(first.text)[-PROMPT_END:], shorten("".join(first.responses[:1]))
-        sentences.append(f"{treatment} (chat={wanted.chat}); the first example is ...{prompt_end!r} + {response}")
+        prompt_end, response = redact(first_prompt.text)[-PROMPT_END:], shorten("".join(first_prompt.responses[:1]))
+        sentences.append(f"{treatment} (chat={data_options.chat}); the first example is ...{prompt_end!r} + {response}")
     split.notes += (f"{origin}: {sentence}" for sentence in sentences)
     split.notes += describe_notes(notes, origin, n_read)
     if bad:
@@ -147,36 +154,36 @@ def get_custom(
 
 
 class Chunk(NamedTuple):
-    """What a chunk of rows became."""
+    """What `Reader.read` makes of a chunk of rows."""
 
     prompts: list[Prompt]
     bad: list[tuple[int, str]]  # numbers and reasons of bad rows
     notes: Notes
 
 
-def make_reader(rows: Sequence[Row], plain: "Reader") -> "Reader":
-    """Make a reader that treats all rows like the first ones: as texts or as chats, rendered or not.
+def make_reader(rows: Sequence[Row], undecided: "Reader") -> "Reader":
+    """Decide by the first rows whether all prompts are texts or chats, and whether a template renders them.
 
-    `plain` reads the first rows, before that is decided.
+    `undecided` reads these rows. Returns a copy of it with the decisions.
     """
-    first = []
+    first_prompts = []
     for row in islice(rows, N_DECIDING):
-        with suppress(InputError):  # a bad row is refused when its turn comes
-            prompt = plain.read_row(row, {})
+        with suppress(InputError):  # a bad row, which `Reader.read` reports later
+            prompt = undecided.read_row(row, {})
             if prompt is not None:
-                first.append(prompt)
-    has_texts = not first or first[0].messages is None
-    chat = plain.options.chat
+                first_prompts.append(prompt)
+    has_texts = not first_prompts or first_prompts[0].messages is None
+    chat = undecided.options.chat
     is_rendered = chat == "always" or not has_texts
     # with chat=auto, texts in a column of prompts are rendered unless they end in a header such as "### Response:"
-    if chat == "auto" and "prompt" in plain.columns.used and getattr(plain.tokenizer, "chat_template", None):
-        are_questions = not share_header([prompt.text for prompt in first if prompt.messages is None])
+    if chat == "auto" and "prompt" in undecided.columns.used and getattr(undecided.tokenizer, "chat_template", None):
+        are_questions = not share_header([prompt.text for prompt in first_prompts if prompt.messages is None])
         is_rendered = is_rendered or are_questions
-    used = {field: column for field, column in plain.columns.used.items() if field not in NUMBER_FIELDS}
-    # pairs in HH's format, with none but its columns, are tokenized as the reference code does
+    used = {field: column for field, column in undecided.columns.used.items() if field not in NUMBER_FIELDS}
+    # pairs in HH's format, without other columns, are tokenized as the reference code does
     is_hh = used == {"chosen": "chosen", "rejected": "rejected"} and not is_rendered
-    is_apart = is_hh and bool(first) and is_dialogue(first[0].text)
-    return replace(plain, has_texts=has_texts, is_rendered=is_rendered, is_apart=is_apart)
+    is_apart = is_hh and bool(first_prompts) and is_dialogue(first_prompts[0].text)
+    return replace(undecided, has_texts=has_texts, is_rendered=is_rendered, is_apart=is_apart)
 
 
 @dataclass(frozen=True)
@@ -189,10 +196,10 @@ class Reader:
     options: DataOptions
     has_texts: bool = False  # prompts are texts, which become chats if a template renders them
     is_rendered: bool = False  # a chat template renders all prompts
-    is_apart: bool = False  # prompt and response are tokenized as the reference code does
+    is_apart: bool = False  # prompt and response are tokenized apart, as the reference code does
 
     def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
-        """Read numbered rows, and render their prompts if that was decided."""
+        """Read rows with their numbers, and render their prompts if `is_rendered`; a bad row raises no error."""
         prompts, bad, notes = [], [], {}
         template = ChatTemplate(self.tokenizer)
         for number, row in chunk:
@@ -206,47 +213,52 @@ class Reader:
                     self._note_unused_keys(prompt, row_notes)
                     prompt = template.render(prompt, row_notes)
                 else:
+                    # a prompt that is not tokenized apart may be a chat that the user has rendered, with EOS
                     refuse_eos([*prompt.responses, prompt.text] if self.is_apart else prompt.responses, self.tokenizer)
                 add_notes(notes, row_notes)
                 prompts.append(prompt._replace(rows=[number] * len(prompt.examples)))
             except InputError as error:
                 name = f"row {row.number}" if isinstance(row, TableRow) else f"record {number}"
-                place = "" if error is row else f"{name} of {self.origin}: "  # a row's own error names it
+                # an error that stands for a row names the place in its own message
+                place = "" if error is row else f"{name} of {self.origin}: "
                 bad.append((number, redact(f"{place}{error}")))
         return Chunk(prompts, bad, notes)
 
     def read_row(self, row: Row, notes: Notes) -> Prompt | None:
         """Read a row as a prompt with its responses and examples; None for a tie.
 
-        Texts become messages if a template renders them. What was noticed is added to `notes`. Raises InputError for a
-        row that cannot be used.
+        Texts become messages if a template renders them. Adds what it notices to `notes`. Raises InputError for a row
+        that cannot be used.
         """
         if isinstance(row, InputError):
             raise row
         used = self.columns.find_fields(row)
         if not used:
             return None
-        asked, responses, scores = _read_scored(row, used, notes)
-        if not asked:
+        prompt, responses, scores = _read_scored_responses(row, used, notes)
+        if not prompt:
             raise InputError(f"the prompt is empty: fill in {used.get('prompt', 'it')}")
-        if isinstance(asked, str):
-            # tokenization appends EOS, so the text's own would be a second one
+        if isinstance(prompt, str):
+            # tokenization appends EOS, so an EOS at the end of the text would be a second one
             responses = [remove_final_eos(text, self.tokenizer) for text in responses]
             if self.is_rendered and self.has_texts:
-                asked = split_turns(asked, "")[:-1] if is_dialogue(asked) else [{"role": "user", "content": asked}]
+                # the last turn of the dialogue is the answer, which is empty here
+                prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
                 # a response loses the one space that separates it from its prompt
                 responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
-        if isinstance(asked, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
+        if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
             raise InputError("a response must end with a message of the assistant: correct it")
         if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
             system = get_field(row, used[SYSTEM])
-            if isinstance(asked, str):
-                asked = f"{system}\n\n{asked}"
-            elif asked[0]["role"] != SYSTEM:  # the chat's own system turn goes before the column's
-                asked = [{"role": SYSTEM, "content": system}, *asked]
+            if isinstance(prompt, str):
+                prompt = f"{system}\n\n{prompt}"
+            elif prompt[0]["role"] != SYSTEM:  # a chat's own system turn replaces the column's
+                prompt = [{"role": SYSTEM, "content": system}, *prompt]
         best = scores.index(max(scores)) if scores else 0
+        # there may be no response, and one with a bad label may be empty
         if scores not in ([], [UNDESIRED]) and _is_empty(responses[best]):
-            column = next(used[field] for field in used if field != "prompt")  # the response's, which follows
+            # the first field after the prompt has the response to learn, in every form
+            column = next(used[field] for field in used if field != "prompt")
             raise InputError(f"the response to learn is empty: fill in {column}")
         if self.options.trains_on == "lists" and (len(scores) > LONGEST_LIST or len(set(scores)) < len(scores)):
             raise InputError(
@@ -261,10 +273,10 @@ class Reader:
             if field in used:
                 number = _read_number(row, used[field], above_zero=field == "weight")
                 numbers[f"{field}s"] = [number] * len(examples)
-        if isinstance(asked, str):
-            return Prompt(asked, responses, examples, apart=self.is_apart, **numbers)
+        if isinstance(prompt, str):
+            return Prompt(prompt, responses, examples, apart=self.is_apart, **numbers)
         tools = read_tools(row, used[TOOLS]) if TOOLS in used else []
-        return Prompt("", responses, examples, messages=asked, tools=tools or None, apart=False, **numbers)
+        return Prompt("", responses, examples, messages=prompt, tools=tools or None, apart=False, **numbers)
 
     def _list_examples(self, scores: Sequence[float]) -> list[dict[str, int]]:
         """List a row's examples, which map roles to indices of its responses."""
@@ -278,7 +290,7 @@ class Reader:
             *others, last = ranked
             return [dict(zip(TRAINS_ON["lists"], others, strict=False)) | {"rejected": last}]
         if scores and self.options.list_pairs == "best_worst":
-            ranked = [scores.index(max(scores)), scores.index(min(scores))]
+            ranked = [scores.index(max(scores)), scores.index(min(scores))]  # the first ones, if scores are equal
         pairs = combinations(ranked, 2)
         return [{"chosen": better, "rejected": worse} for better, worse in pairs if scores[better] > scores[worse]]
 
@@ -286,13 +298,13 @@ class Reader:
         """Add to `notes` each key of messages that neither we nor the chat template read."""
         template = str(self.tokenizer.chat_template)
         for message in chain(prompt.messages or (), *prompt.responses):
-            for key in sorted(message.keys() - READ):
+            for key in sorted(message.keys() - READ_KEYS):
                 # a template reads a key as message.key, message["key"] or message.get("key")
                 if not re.search(rf"""[.'"]{re.escape(key)}\b""", template):
                     notes[f"not used: {key} of messages"] = Note("", warned_from=math.inf)
 
     def _check(self, prompt: Prompt) -> None:
-        """Raise InputError for a prompt of another kind than the first ones, or with a token for media."""
+        """Raise InputError for a text among chats or the reverse, and for a token that stands for an image or sound."""
         if (prompt.messages is not None) != self.is_rendered:
             raise InputError(
                 "it has text and the first records have chat messages, or the reverse: use one kind in all records"
@@ -307,75 +319,79 @@ class Reader:
 
 
 def _is_empty(response: str | Messages) -> bool:
+    """Whether a text is blank, or the last message has neither content nor calls nor thoughts."""
     if isinstance(response, str):
         return not response.strip()
-    return not any(str(response[-1].get(key) or "").strip() for key in RENDERED)
+    return not any(str(response[-1].get(key) or "").strip() for key in RENDERED_KEYS)
 
 
 # --- prompts and responses -------------------------------------------------------------------------------------------
 
 
-def _read_scored(row: Mapping, used: Mapping[str, str], notes: Notes) -> tuple[str | Messages, list, list[float]]:
-    """Read the prompt, the responses and the score of each.
+def _read_scored_responses(
+    row: Mapping, used: Mapping[str, str], notes: Notes
+) -> tuple[str | Messages, list, list[float]]:
+    """Read the prompt, the responses, and a score for each response.
 
-    A rejected response, or one with a label that says so, is undesired; chosen ones and completions are desired.
+    The score of a rejected response, or of one with a bad label, is UNDESIRED; that of another response of a pair,
+    completion or chat is DESIRED. Lists have scores of their own.
     """
     if "responses" in used:
-        answers = _index_items(row, used["responses"])
-        scores = [-float(i) for i in range(len(answers))]  # without a column of scores, the best comes first
+        responses = _index_items(row, used["responses"])
+        scores = [-float(i) for i in range(len(responses))]  # without a column of scores, the best comes first
         if "scores" in used:
-            given = _index_items(row, used["scores"])
-            scores = [_read_number(given, item) for item in given]
-        if len(answers) < 2 or len(scores) != len(answers):
+            items = _index_items(row, used["scores"])
+            scores = [_read_number(items, name) for name in items]
+        if len(responses) < 2 or len(scores) != len(responses):
             raise InputError(
-                f"it has {len(answers)} responses and {len(scores)} scores, and needs 2 responses or more with a "
+                f"it has {len(responses)} responses and {len(scores)} scores, and needs 2 responses or more with a "
                 f"score each: correct it"
             )
-        return *_read_answers(row, used, answers, list(answers), notes), scores
+        return *_read_responses(row, used, responses, list(responses), notes), scores
     if "messages" in used:  # a chat that ends with its response
         messages = read_messages(get_field(row, used["messages"], list))
-        asked, responses = messages[:-1], [messages[-1:]]
+        prompt, responses = messages[:-1], [messages[-1:]]
     else:
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
-        asked, responses = _read_answers(row, used, row, columns, notes)
-    scores = [DESIRED, UNDESIRED][: len(responses)]
+        prompt, responses = _read_responses(row, used, row, columns, notes)
+    scores = [DESIRED, UNDESIRED][: len(responses)]  # for a pair, one response or none
     if "label" in used and not _read_label(row, used["label"]):
         scores = [UNDESIRED]
-    return asked, responses, scores
+    return prompt, responses, scores
 
 
-def _read_answers(
-    row: Mapping,
-    used: Mapping[str, str],
-    answers: Mapping,
-    columns: Sequence[str],
-    notes: Notes,
+def _read_responses(
+    row: Mapping, used: Mapping[str, str], items: Mapping, names: Sequence[str], notes: Notes
 ) -> tuple[str | Messages, list]:
     """Read the prompt and the responses of a row.
 
-    The responses are the values that `answers` has under `columns`. The prompt is a column of `row`, or what the
-    responses begin with, as in HH's data. Texts that answer a chat are the assistant's next message. A text before
-    messages is the user's message, or the content of a message with which all responses begin, as in UltraFeedback.
-    What was noticed is added to `notes`.
+    The responses are `items[name]` for each of `names`; `items` is the row itself, or the items of its list. The prompt
+    is a column of `row`, or else what all responses begin with, as in HH's data.
+
+    If the prompt is a chat and the responses are texts, each becomes a message of the assistant. If the prompt is a
+    text and the responses are chats, one of which begins with an answer, the text is the user's message. If none does,
+    the prompt is the messages with which all responses begin, as in UltraFeedback, and the text must be one of them.
+    Adds what it notices to `notes`.
     """
-    values = [_read_value(answers, column) for column in columns]
+    values = [_read_value(items, name) for name in names]
     are_texts = all(isinstance(value, str) for value in values)
     if not are_texts and any(isinstance(value, str) for value in values):
-        raise InputError(f"{' and '.join(columns)} must all be text or all be chat messages")
+        raise InputError(f"{' and '.join(names)} must all be text or all be chat messages")
     if "prompt" not in used:
         prompt, *responses = split_shared_prompt(*values) if are_texts else _split_shared_messages(values)
         if not prompt:
             raise InputError(
-                f"{' and '.join(columns)} begin with nothing in common, which would be the prompt: name a "
+                f"{' and '.join(names)} begin with nothing in common, which would be the prompt: name a "
                 f"column with the prompt, as docs/formats.md says"
             )
         return prompt, responses
     prompt = _read_value(row, used["prompt"])
+    # Alpaca's instruction may have an input, which follows it
     if "input" in used and row.get(used["input"]) not in (None, ""):
         texts = (get_field(row, used[field]) for field in ("prompt", "input"))
         prompt = "\n\n".join(filter(None, texts))
     if are_texts:
-        chat = prompt if isinstance(prompt, list) else [{"content": prompt}]
+        chat = prompt if isinstance(prompt, list) else [{"content": prompt}]  # is `prompt` itself if that is a chat
         question = _bare(chat[-1]["content"]) if prompt else ""
         for text in values:
             if question and _bare(str(text)).startswith(question):
@@ -386,71 +402,72 @@ def _read_answers(
     # from here on the responses are messages
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
-            shared, *rests = _split_shared_messages(values)
+            shared, *remaining = _split_shared_messages(values)
             if all(message["content"] != prompt for message in shared):
                 raise InputError(
                     "the responses begin with messages, none of which is the prompt: add it as their first message, or "
                     "remove the column of the prompt"
                 )
-            return shared, rests
+            return shared, remaining
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if not prompt:
         return prompt, values
-    return _continue(prompt, values, notes)
+    return _remove_prompt(prompt, values, notes)
 
 
 def _bare(text: str) -> str:
-    """Strip white space and HH's name of the user, for comparison."""
+    """Strip white space and HH's `Human:` from a text, for comparison."""
     return text.strip().removeprefix("Human:").lstrip()
 
 
-def _continue(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
-    """Split what belongs to the prompt off the beginnings of responses; return the prompt, and the rests.
+def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
+    """Remove messages of the prompt from the beginnings of responses; return the whole prompt, and the rests.
 
-    Responses may repeat messages of the prompt. What they have before these, such as a system turn, begins the prompt,
-    and messages that all of them have before an answer end it.
+    Responses may repeat messages of the prompt. If they have others before these, such as a system turn, the prompt
+    begins with them. If all responses continue with the same messages up to an answer, the prompt ends with them.
     """
     before = []
     turns = list(prompt)
-    rests = []
+    remaining = []
     while len(turns) > 1 and turns[0]["role"] in SYSTEM_ROLES:
         before.append(turns.pop(0))
     for response in responses:
-        earlier, rest = _take_off(turns, response)
+        earlier, rest = _split_around(turns, response)
         before = before or earlier
         if earlier and _list_comparable(earlier) != _list_comparable(before):
             raise InputError(
                 f"before the prompt's messages a response has {shorten(earlier)}: write it into the prompt"
             )
-        rests.append(rest)
-    if rests != responses:
+        remaining.append(rest)
+    if remaining != responses:
         notes["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
-    shared, *rests = _split_shared_messages(rests, until="assistant")
-    return [*before, *turns, *shared], rests
+    shared, *remaining = _split_shared_messages(remaining, until="assistant")
+    return [*before, *turns, *shared], remaining
 
 
-def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
-    """Find the prompt's turns, or the last of them, in a response; return what is before, and what is after them.
+def _split_around(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
+    """Find the prompt's turns, or the last of them, in a response; return the messages before and after them.
 
-    If they are not found, nothing is before them, and all of the response after them.
+    Returns `([], response)` if they are not found. If the prompt ends in the beginning of an answer, the message after
+    the turns must begin with it, and loses it.
     """
-    begun = turns[-1]["content"] if is_prefilled(turns) else ""
-    asked = _list_comparable(turns)
-    said = _list_comparable(response)
-    if begun:
-        asked.pop()
-    n = len(asked)
-    # all n turns at any place, or else as many of the last ones as possible, at the start
-    for end in (*range(n, len(said) + 1), *range(n - 1, 0, -1)):
+    prefill = turns[-1]["content"] if is_prefilled(turns) else ""
+    sought = _list_comparable(turns)
+    present = _list_comparable(response)
+    if prefill:
+        sought.pop()
+    n = len(sought)
+    # all n turns anywhere in the response, or else as many of the last ones as possible, at its start
+    for end in (*range(n, len(present) + 1), *range(n - 1, 0, -1)):
         start = max(0, end - n)
-        # a response that begins with an answer does not repeat the prompt, whatever follows
-        if start == end or said[start:end] != asked[start - end :] or (start and said[0][0] == "assistant"):
+        # a response that begins with an answer does not repeat the prompt, whatever follows; if start == end, n is 0
+        if start == end or present[start:end] != sought[start - end :] or (start and present[0][0] == "assistant"):
             continue
         rest = response[end:]
-        if not begun:
+        if not prefill:
             return response[:start], rest
-        if rest and rest[0]["content"].startswith(begun):
-            rest[0] = {**rest[0], "content": rest[0]["content"].removeprefix(begun)}
+        if rest and rest[0]["content"].startswith(prefill):
+            rest[0] = {**rest[0], "content": rest[0]["content"].removeprefix(prefill)}
             if not rest[0]["content"]:
                 rest.pop(0)
             return response[:start], rest
@@ -458,12 +475,12 @@ def _take_off(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
 
 
 def _list_comparable(messages: Messages) -> list[tuple[str, str, list]]:
-    """List role, content and calls of each message, without what programs add to it, such as an id."""
-    said = []
+    """List role, content and calls of each message, without what programs add, such as the ids of calls."""
+    comparable = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        said.append((message["role"], message["content"].strip(), calls))
-    return said
+        comparable.append((message["role"], message["content"].strip(), calls))
+    return comparable
 
 
 def _as_answer(text: str) -> Messages:
@@ -484,17 +501,17 @@ def split_shared_prompt(chosen: str, rejected: str) -> list[str]:
 
 
 def _split_shared_messages(dialogues: Sequence[Messages], until: str = "") -> list[Messages]:
-    """Split dialogues into the first messages that all share, and the rest of each, which is never empty.
+    """Return the first messages that all dialogues share, then the rest of each dialogue, which is never empty.
 
-    The shared messages end before one of the role `until`.
+    The shared messages end before the first one of the role `until`.
     """
     first = dialogues[0]
-    n = 0
-    while all(n < len(dialogue) - 1 and dialogue[n] == first[n] for dialogue in dialogues):
-        if first[n]["role"] == until:
+    n_shared = 0
+    while all(n_shared < len(dialogue) - 1 and dialogue[n_shared] == first[n_shared] for dialogue in dialogues):
+        if first[n_shared]["role"] == until:
             break
-        n += 1
-    return [first[:n], *(dialogue[n:] for dialogue in dialogues)]
+        n_shared += 1
+    return [first[:n_shared], *(dialogue[n_shared:] for dialogue in dialogues)]
 
 
 # --- fields --------------------------------------------------------------------------------------------------------
@@ -511,11 +528,12 @@ def _read_value(row: Mapping, column: str) -> str | Messages:
 
 
 def _index_items(row: Mapping, column: str) -> dict:
-    """Return the items of a list under names for messages, such as `responses[0]`."""
+    """Map the names that error messages use, such as `responses[0]`, to the items of a list."""
     return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, list))}
 
 
 def _read_label(row: Mapping, column: str) -> bool:
+    """Whether a label says that the response is good; InputError if it does not say."""
     label = str(row.get(column)).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
         raise InputError(
@@ -530,7 +548,7 @@ def _read_number(row: Mapping, column: str, *, above_zero: bool = False) -> floa
     value = row.get(column)
     number = math.nan
     with suppress(ValueError):
-        number = float(str(value))  # through text, as Python takes True for 1
+        number = float(str(value))  # through text, as float(True) would be 1
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
         raise InputError(f"{column} is {shorten(value)}, and must be {wanted}: correct it")

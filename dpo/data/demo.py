@@ -89,7 +89,7 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 
 
 def get_demo(split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source("")) -> Entries:
-    """Make up a split; `silent` and `cache_dir` have no effect here, and are what all loaders take."""
+    """Make up a split; `silent` and `cache_dir` have no effect, but every loader takes them."""
     if source.path:
         raise InputError(f"dataset_sources.demo={source.path} has no effect: use another name for the dataset")
     rng = random.Random(0)

@@ -30,7 +30,7 @@ class Example(NamedTuple):
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
-    prompt_is_truncated: bool = False  # by truncation
+    prompt_is_truncated: bool = False
     response_is_truncated: bool = False
     crosses: bool = False  # a token would have spanned two texts, so they were tokenized apart (`Tokens`)
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
@@ -52,8 +52,8 @@ class Example(NamedTuple):
     @property
     def n_scored(self) -> tuple[int, ...]:
         """Scored tokens of each response."""
-        n_unscored = 0 if self.prompt else 1  # a first token has none before it from which it is predicted
-        return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
+        n_unpredicted = 0 if self.prompt else 1  # a first token has none before it from which it is predicted
+        return tuple(len(response) - n_unpredicted - count_unscored(cuts) for response, cuts in self.cut_responses)
 
     @property
     def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -61,7 +61,7 @@ class Example(NamedTuple):
         return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
 
 
-def count_cut(cuts: Sequence[int]) -> int:
+def count_unscored(cuts: Sequence[int]) -> int:
     """Count the tokens that are not scored: the sum of end - start."""
     return sum(cuts[1::2]) - sum(cuts[::2])
 
@@ -96,7 +96,7 @@ def read_examples(prompts: Sequence[Prompt], ids: Sequence[ExampleId]) -> list[T
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
     """Replace the responses of each prompt by those of another prompt of the split.
 
-    The distance to the other one depends on the seed alone, so that an example is mismatched alike in every epoch.
+    The distance between the two prompts depends on the seed alone, so an example is mismatched alike in every epoch.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
@@ -107,7 +107,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
             cuts=other.cuts,
             # as many examples as before, as `index` is one of them; the other prompt may have fewer
             examples=[other.examples[i % len(other.examples)] for i in range(len(prompt.examples))],
-            # EOS may be inside the texts of either prompt
+            # if a template has rendered either, EOS may be inside the texts
             rendered=prompt.rendered or other.rendered,
             apart=prompt.apart and other.apart,
         )
@@ -134,7 +134,7 @@ def iterate_examples(
     epoch = n_yielded = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
-            # the reference code seeds a shuffle of its own for each epoch
+            # as the reference code, draw a new seed for the shuffle of each epoch
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
         batch = []
         for prompt_index in prompt_order:
@@ -175,7 +175,7 @@ def encode_examples(
         if prompt.apart:
             apart += [prompt.text, *prompt.texts(index).values()]
         else:
-            # all responses of a prompt decide where its tokens end, so that they are the same in all its examples
+            # with all responses of the prompt, so that all its examples have the same prompt tokens
             whole.append((prompt.text, prompt.pieces))
     ids = encode(apart)
     conversations = iter(encode.encode_whole(whole))
@@ -215,10 +215,10 @@ def _make_example(
     responses = [response[:room] for response in whole]
     all_cuts = []
     for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
-        # pieces are scored and unscored in turn, so their ends but the last are starts and ends of unscored parts
+        # scored and unscored pieces alternate, so the ends of all but the last are the cuts
         *ends, _ = accumulate(map(len, pieces))
         cuts = tuple(min(end, len(response)) for end in ends)
-        if count_cut(cuts) == len(response):  # raised before a run, as `SplitCounter` encodes each such example
+        if count_unscored(cuts) == len(response):  # raised before a run, as `SplitCounter` encodes each such example
             raise InputError(
                 f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
                 f"max_length, or remove the record"
@@ -252,8 +252,8 @@ def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: i
 def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] | None:
     """Leave out the oldest turns of a chat, so that it fits into `limit` tokens; return the ids of what is kept.
 
-    The system turn stays, and the first turn after it is the user's. If even the last turn of the user does not fit,
-    it loses its beginning. Returns None if that does not help, or if the template rejects what is kept.
+    The system turn stays, and the first turn after it is the user's. If the chat from the user's last turn on does not
+    fit, this turn loses its beginning. Returns None if even that does not fit, or if the template rejects a chat.
     """
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
@@ -267,21 +267,21 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
         whole = render(messages)
         if not (users and whole.startswith(prompt.text)):
             return None
-        # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, and so does `keep`
-        n_more = len(whole) - len(prompt.text)
+        # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, as does `encode_from`
+        n_cut_off = len(whole) - len(prompt.text)
 
-        def keep(start: int, n_cut: int = 0) -> list[int]:
-            """Tokenize the system turn, and the turns from `start` on without the first `n_cut` characters."""
-            first = {**messages[start], "content": messages[start]["content"][n_cut:]}
+        def encode_from(start: int, n_left_out: int = 0) -> list[int]:
+            """Tokenize the system turn, and the turns from `start` on without the first `n_left_out` characters."""
+            first = {**messages[start], "content": messages[start]["content"][n_left_out:]}
             text = render([*system, first, *messages[start + 1 :]])
-            return encode.encode_whole([(text[: len(text) - n_more], [])])[0].prompt
+            return encode.encode_whole([(text[: len(text) - n_cut_off], [])])[0].prompt
 
-        # the later the start, the fewer tokens: look for the first start that fits
-        index = bisect_left(users, True, key=lambda start: len(keep(start)) <= limit)
+        # the later the start, the fewer tokens: a binary search finds the first start that fits
+        index = bisect_left(users, True, key=lambda start: len(encode_from(start)) <= limit)
         if index < len(users):
-            return keep(users[index])
+            return encode_from(users[index])
         size = len(messages[users[-1]]["content"])
-        n_cut = bisect_left(range(size), True, key=lambda n: len(keep(users[-1], n)) <= limit)
-        return keep(users[-1], n_cut) if n_cut < size else None
+        n_left_out = bisect_left(range(size), True, key=lambda n: len(encode_from(users[-1], n)) <= limit)
+        return encode_from(users[-1], n_left_out) if n_left_out < size else None
     except TemplateRejects:
         return None

@@ -30,12 +30,12 @@ def get_dataset(
     """Load a split of a built-in dataset as `{prompt: {responses, pairs, sft_target}}`.
 
     Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is, or has its rows.
-    If it has no splits there, `hold_out(holdout)` makes the test split.
+    If the dataset has no splits there, `hold_out(holdout)` makes the test split.
     """
     if name not in LOADERS:
         raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
     source = find_source(name, store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"])
-    if has_splits(name, source):
+    if has_test_split(name, source):
         return LOADERS[name](split, silent, cache_dir, source)
     [entries] = _split_off_test(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
     return entries
@@ -58,17 +58,17 @@ def load_splits(
     data_options = DataOptions(**options)
     source = find_source(name, sources)
     place = source.label or name
-    is_divided = has_splits(name, source)
+    has_test = has_test_split(name, source)
     loaded = []
     for wanted in splits:
-        split = wanted if is_divided else "train"
-        origin = f"{place} ({split})" if is_divided else place
+        split = wanted if has_test else "train"
+        origin = f"{place} ({split})" if has_test else place
         if name in LOADERS:
             prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), data_options)
         else:
             rows = read_rows(name, source, split, cache_dir)
             prompts = Split()
-            if rows:  # a plugin may make none
+            if rows:  # a plugin may return none
                 prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
         if not prompts:
             raise InputError(f"dataset {name!r} ({place}) has no examples in its {split} split: add some")
@@ -77,7 +77,7 @@ def load_splits(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a column "
                 f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
             )
-        if not is_divided:
+        if not has_test:
             return _split_off_test(prompts, splits, data_options.holdout, f"{name} ({place})" if source.path else name)
         loaded.append(prompts)
     if data_options.holdout:
@@ -85,7 +85,7 @@ def load_splits(
     return loaded
 
 
-def has_splits(name: str, source: Source) -> bool:
+def has_test_split(name: str, source: Source) -> bool:
     """Whether a dataset has a test split of its own."""
     if source.path:
         return name == "se" or not source.has_no_splits  # se makes its own test split
@@ -113,7 +113,7 @@ def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
 
 
 def _split_off_test(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
-    """Move random prompts of a dataset without a test split out of `prompts`; return the wanted splits, in order.
+    """Move random prompts of a dataset without a test split out of `prompts`; return the ones that `splits` names.
 
     Messages call the dataset `what`.
     """
@@ -133,15 +133,15 @@ def read_rows(
 ) -> Sequence[Row]:
     """Load the rows of a split from its source, or from the plugin that has the dataset.
 
-    If the source names a reader, it makes each row from one of the source's. Rows for which it returns None are left
-    out, and an error stands in place of a row that it cannot read.
+    If the source names a plugin's reader, this function makes each row from one of the source's. Rows for which it
+    returns None are left out, and an error stands in place of a row for which it fails.
     """
     if not source.path:
         return list(DATASETS[name](split) or ())
     rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows
-    made = []
+    converted = []
     for row in rows:
         try:
             if not isinstance(row, InputError):
@@ -149,8 +149,8 @@ def read_rows(
         except Exception as error:  # the user's code may raise anything
             row = InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}")
         if row is not None:
-            made.append(row)
-    return made
+            converted.append(row)
+    return converted
 
 
 def check_columns(plan: Plan) -> None:
@@ -164,7 +164,7 @@ def check_columns(plan: Plan) -> None:
         options = {"name": name, "origin": source.label, "trains_on": DataOptions.of(plan).trains_on}
         try:
             recognize(read_rows(name, source, "train", limit=N_INSPECTED), source.columns, **options)
-        except InputError:  # a later row may have more columns
+        except InputError:  # a later row may have the missing columns
             recognize(read_rows(name, source, "train"), source.columns, **options)
 
 

@@ -38,10 +38,12 @@ N_SHOWN = 3  # examples in a dry run and in the report
 
 @dataclass
 class Preflight:
+    """Counts and notes on a run's data, which are printed before training and written to preflight.json."""
+
     train: SplitReport
     test: SplitReport
-    notes: list[str]  # by those who loaded the data
-    updates: int
+    notes: list[str]  # printed sentences about what was noticed when the datasets were loaded
+    updates: int  # in the whole run
     examples_per_epoch: int  # in an online run every prompt is one example
 
     def longest(self, max_length: int) -> int:
@@ -58,7 +60,7 @@ class Preflight:
         facts = asdict(self)
         columns = ("split", "dataset", "record", "problem", "reason")
         problems = [(split, *problem) for split in SPLITS for problem in facts[split].pop("problems")]
-        write_lines(path.with_name(PROBLEMS), (dict(zip(columns, each, strict=True)) for each in problems))
+        write_lines(path.with_name(PROBLEMS), (dict(zip(columns, problem, strict=True)) for problem in problems))
         write_json(path, redact(facts))
 
 
@@ -80,7 +82,7 @@ class TrainingData:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests that are equal if two runs have the same data: of texts and their truncation, and of token ids."""
+        """Digests of the prompts and of the token ids of both splits, which are equal for runs with the same data."""
         train, test = self.report.train, self.report.test
         return train.digest, test.digest, train.token_digest, test.token_digest
 
@@ -104,7 +106,7 @@ class TrainingData:
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
-    """Every process must call this: one of each machine finds or builds the table, and all of them map it."""
+    """Load a run's data. All processes must call this: one per machine finds or builds the table, and all map it."""
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
     tokenizer = load_tokenizer(
@@ -151,7 +153,10 @@ def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path, silent: bool = Tr
 
 
 def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = True) -> Facts:
-    """Write both splits to a directory; return their counts, and the loaders' notes."""
+    """Write both splits to a directory; return their counts, and the loaders' notes.
+
+    Raises InputError for a split with nothing to train on.
+    """
     datasets = plan.data.datasets
     options = DataOptions.of(plan)
     encode = TextEncoder(tokenizer)
@@ -202,11 +207,16 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any, *, silent: bool = T
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, options: DataOptions) -> Iterator[Prompt]:
-    """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
+    """Yield the prompts without the examples that exceed `max_length`; prompts that lose all examples are left out.
+
+    An example is as long as its prompt with the longest response, or with `new_tokens` if these are more. The prompts
+    of an online run may have no examples; such a prompt counts as one.
+    """
     remaining = iter(prompts)
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
+        # by prompt, the indices of the examples that are kept
         kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
         for (prompt, index), example in zip(examples, encoded, strict=True):
             if len(example.prompt) + max([options.new_tokens, *map(len, example.responses)]) > options.max_length:
@@ -217,11 +227,11 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, options: DataOp
             indices = kept[prompt.index_in_split]
             if not indices:
                 continue
-            of_examples = {}
+            fields = {}
             for name in ("examples", "weights", "margins", "rows"):
                 if values := getattr(prompt, name):
-                    of_examples[name] = [values[i] for i in indices]
-            yield prompt._replace(**of_examples)
+                    fields[name] = [values[i] for i in indices]
+            yield prompt._replace(**fields)
 
 
 def make_key(plan: Plan, tokenizer: Any) -> str | None:
@@ -235,7 +245,7 @@ def make_key(plan: Plan, tokenizer: Any) -> str | None:
         DataOptions.of(plan),
         states,
         tokenizer_digest,
-        hash_files(PACKAGE_DIR.rglob("*.py")),  # another version may read the same data otherwise
+        hash_files(PACKAGE_DIR.rglob("*.py")),  # another version of the code may read the same data differently
     ]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
@@ -273,7 +283,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
 
 
 def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
-    """Decode the first example of each of the first training prompts as the model sees it: prompt and responses."""
+    """Decode the first example of each of the first training prompts as the model sees it; return its texts by role."""
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     decode = data.encode.tokenizer.decode
     ids = [(prompt_index, 0) for prompt_index in range(min(N_SHOWN, len(data.train)))]
@@ -287,13 +297,13 @@ def list_first_examples(plan: Plan, data: TrainingData) -> list[dict[str, str]]:
 
 
 def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
-    """Yield doubts about data that can be trained on."""
+    """Yield warnings about data that can be trained on, but perhaps not as the user means it."""
     tokenizer, train = data.tokenizer, data.report.train
-    texts = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
-    if texts and getattr(tokenizer, "chat_template", None):
+    unrendered = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
+    if unrendered and getattr(tokenizer, "chat_template", None):
         yield (
-            f"the text of {' and '.join(texts)} is used without the tokenizer's chat template: for a chat model, use "
-            f"messages, or set chat=always"
+            f"the text of {' and '.join(unrendered)} is used without the tokenizer's chat template: for a chat model, "
+            f"use messages, or set chat=always"
         )
     bos = tokenizer.bos_token
     adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -1,4 +1,4 @@
-"""Forms of prompts: a chat, a dialogue in HH's format, or plain text. What has one form can be written in another."""
+"""Forms of prompts: a chat, a dialogue in HH's format, or plain text. Prompts are converted between them."""
 
 import re
 from collections import Counter
@@ -14,12 +14,12 @@ PROMPT_FORMS = {
     HH: r"\n\nHuman: ...\n\nAssistant:",
     RAW: "plain text, as it is",
 }
-# by role, what begins a message in a dialogue in HH's format
+# what precedes a message of each role in a dialogue in HH's format
 SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
-TURN = r"[A-Z]\w{0,15} ?:"  # a speaker, as in `USER: Hi ASSISTANT:`
+TURN = r"[A-Z]\w{0,15} ?:"  # a speaker's name, as in `USER: Hi ASSISTANT:`
 HEADER = re.compile(  # the header of an answer, at the end of a prompt
-    # a line below others: ### Response, Answer (short):, Output =>
+    # a last line after others: ### Response, Answer (short):, Output =>
     r"\n\s*(#{2,} ?\w.{0,40}|\W{0,3}\w[\w;./-]*(?: \w+| \(\w+\)){0,2} ?(?:[:：]|=>|->)\W{0,2})$"
     r"|(<[^<>\s][^<>\n]*>\w*|\[/INST\])$"  # a control token, perhaps with a role, as in <start_of_turn>model
     rf"|(?:^|\s){TURN} (?:.|\n)*\s({TURN})$"
@@ -29,14 +29,15 @@ HEADER = re.compile(  # the header of an answer, at the end of a prompt
 def share_header(prompts: Sequence[str]) -> bool:
     """Whether more than half of the texts end in the same header of an answer.
 
-    A few may end in one by chance, such as a question that ends in a colon.
+    A few may seem to end in one by chance, such as a question that ends in a colon.
     """
     matches = (HEADER.search(prompt.rstrip()) for prompt in prompts)
-    headers = Counter(match[match.lastindex or 0] for match in matches if match)  # the one group that matched
+    headers = Counter(match[match.lastindex or 0] for match in matches if match)  # one group matched: the header
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 
 def is_dialogue(prompt: str) -> bool:
+    """Whether a prompt is a dialogue in HH's format."""
     return prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)
 
 
@@ -46,13 +47,13 @@ def is_prefilled(prompt: Messages) -> bool:
 
 
 def make_chat(prompt: Prompt, answer: str) -> Messages:
-    """Return prompt and answer as a chat. The prompt may be one itself, a dialogue in HH's format, or a user's text."""
+    """Return prompt and answer as a chat; the prompt may be a chat, a dialogue in HH's format, or a user's text."""
     if is_dialogue(prompt.text) and not prompt.rendered:
         return split_turns(prompt.text, answer)
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     if is_prefilled(messages):
-        *messages, begun = messages
-        return [*messages, {**begun, "content": begun["content"] + answer.rstrip()}]
+        *messages, prefill = messages
+        return [*messages, {**prefill, "content": prefill["content"] + answer.rstrip()}]
     return [*messages, {"role": "assistant", "content": answer.strip()}]
 
 
@@ -61,7 +62,7 @@ def split_turns(dialogue: str, answer: str) -> Messages:
 
     Turns of one speaker in a row become one message.
     """
-    # a speaker, a text, a speaker, a text, ..., the speaker of the answer; before and after these are empty texts
+    # split gives an empty text, a speaker, a text, a speaker, a text, ..., the speaker of the answer, an empty text
     _, *parts, _ = SPEAKER.split(dialogue)
     messages = []
     for speaker, text in zip(parts[::2], [*parts[1::2], answer], strict=True):
@@ -74,7 +75,7 @@ def split_turns(dialogue: str, answer: str) -> Messages:
 
 
 def write_dialogue(messages: Messages) -> str:
-    """Write messages in HH's format, up to the place where the answer begins or, in a prefilled prompt, goes on.
+    """Write messages in HH's format, up to the place where the answer begins or, in a prefilled prompt, continues.
 
     A system turn is written without a speaker. Raises InputError for calls, and for roles that the format lacks.
     """

@@ -27,8 +27,10 @@ Entries = dict[str, Entry]  # by prompt
 
 
 def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_first_better: bool = True) -> Entry:
-    """Add two responses, and which of them is better, to a prompt's entry. Return the entry."""
-    # the caller sets the target
+    """Add two responses, and which of them is better, to a prompt's entry. Return the entry.
+
+    The caller sets the entry's `sft_target`.
+    """
     entry = entries.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
     first = len(entry["responses"])
     second = first + 1
@@ -46,7 +48,7 @@ def _read_rows(
     cache_dir: str | None,
     silent: bool,
 ) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of a split, each with its place for messages."""
+    """Yield the rows of a split, each with the words that name it in error messages."""
     rows = load_rows(source, split, cache_dir)
     # disable=None: silent unless stderr is a terminal
     bar = tqdm.tqdm(rows, f"Processing {source.path}", disable=silent or None)
@@ -138,10 +140,10 @@ def get_shp(
     return entries
 
 
-def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
-    """Read questions with every pair of their answers, from rows with their places for messages."""
+def _read_questions(named_rows: Sequence[tuple[Row, str]]) -> Entries:
+    """Read rows of `_read_rows` as questions, each with every pair of its answers."""
     entries: Entries = {}
-    for row, where in placed_rows:
+    for row, where in named_rows:
         with naming(where):
             question = get_field(row, "question")
             answers = get_field(row, "answers", list)
@@ -156,7 +158,7 @@ def _read_questions(placed_rows: Sequence[tuple[Row, str]]) -> Entries:
             else:
                 pairs.append((later, earlier))
         prompt = f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:"
-        # the first score of a repeated text counts, and index() finds the first
+        # index() finds the first score of a repeated text, which counts
         target = max(responses, key=lambda response: scores[responses.index(response)])
         entries[prompt] = {"responses": responses, "pairs": pairs, "sft_target": target}
     return entries
@@ -168,20 +170,20 @@ def get_se(
     cache_dir: str | None = None,
     source: Source = Source(BUILT_IN["se"]),
 ) -> Entries:
-    """Load every pair of a question's answers; of equal scores the later answer is preferred.
+    """Load every pair of a question's answers; if scores are equal, the later answer is preferred.
 
-    The source's one split is shuffled with seed 42, and its first 1 % is our test split. A repeated question's last row
-    counts.
+    The source has one split; it is shuffled with seed 42, and its first 1 % is our test split. Of the rows with the
+    same question the last one counts.
     """
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = len(rows) // 100
     indices = order[:n_test] if split == "test" else order[n_test:]
-    placed_rows = ((rows[i], f"record {i + 1} of {source.path}") for i in indices)
+    named_rows = ((rows[i], f"record {i + 1} of {source.path}") for i in indices)
     entries: Entries = {}
     chunks = map_chunks(
         _read_questions,
-        placed_rows,
+        named_rows,
         len(indices),
         f"Processing {source.path}",
         QUESTIONS_PER_WORKER,

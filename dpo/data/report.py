@@ -1,4 +1,4 @@
-"""Counts the texts and tokens of a split, and says what is remarkable about them."""
+"""Counts the texts and tokens of a split, and writes the sentences that a run prints about them."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ from dpo.numbers import count
 from dpo.redaction import redact
 
 SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
-COUNTED_WHOLE = 10_000
+COUNTED_WHOLE = 10_000  # most examples of a split whose tokens are all counted
 N_DUPLICATES_SHOWN = 3  # texts that train and test have in common
 SHOWN = 100  # characters of each
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
@@ -41,8 +41,8 @@ PRINTED = (  # counts for the terminal
     "pairs_cut_alike",
     "tokens_across_limits",
 )
-COUNTED_IN_ALL = ("empty_responses", "identical_pairs")  # counts over all examples; others are over those tokenized
-WARNINGS = {  # by count: what happens, and what changes it
+COUNTED_IN_ALL = ("empty_responses", "identical_pairs")  # counts over all examples; others are over tokenized ones
+WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
@@ -55,7 +55,7 @@ WARNINGS = {  # by count: what happens, and what changes it
 
 @dataclass
 class SplitReport:
-    """Counts over a split, lengths in tokens; the fields after `tokenized` are of a random sample of a large split."""
+    """Counts over a split, lengths in tokens. Of a large split, `tokenized` to `chosen_longer` are over a sample."""
 
     prompts: int = 0
     examples: int = 0
@@ -68,14 +68,12 @@ class SplitReport:
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
     prompts_like_train: int = 0  # prompts of the test split that training has too
     answers_in_train: int = 0  # examples of the test split with an answer that training has too
-    like_train: list[str] = field(default_factory=list)  # the first texts of both
+    like_train: list[str] = field(default_factory=list)  # the first texts that these two counts are of
     effective_examples: float | None = None  # effective sample size, (sum w)^2 / sum w^2; None without weights
     desirable: int = 0  # labelled examples by their label
     undesirable: int = 0
-    tokenized: int = 0  # examples that the following fields are over
-    tokens_across_limits: int = (
-        0  # examples in which a token would span prompt and response, so these are tokenized apart
-    )
+    tokenized: int = 0  # number of examples in the sample, or of all
+    tokens_across_limits: int = 0  # examples with parts that a token would span, so they are tokenized apart
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     pairs_cut_alike: int = 0  # same tokens on both sides, of different texts
@@ -85,13 +83,13 @@ class SplitReport:
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `PROMPT_FORMS`
     problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
-    digest: str = ""  # tells all that the examples are made of, in order
-    token_digest: str = ""  # tells the vocabulary and the examples' token ids
+    digest: str = ""  # identifies the split's prompts, in their order
+    token_digest: str = ""  # identifies the vocabulary and the examples' token ids
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Add an example to the count `name`, and its row to the problems."""
+        """Count the prompt's example `index` in the field `name`, and add the example's row to `problems`."""
         setattr(self, name, getattr(self, name) + 1)
-        if prompt.rows:  # a problem is such as "truncated prompt"
+        if prompt.rows:  # the field "truncated_prompts" gives the problem "truncated prompt"
             self.problems.append((prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"), ""))
 
     def describe(self, split: str) -> Iterator[str]:
@@ -135,7 +133,7 @@ class SplitReport:
 class SplitCounter:
     """Counts all texts of a split, then the tokens of a small split or of a sample.
 
-    A counter of the test split needs the `digests` of the one that has counted the train split, as `training`.
+    The test split's counter gets the `digests` of the counter that has counted the train split, as `training`.
     """
 
     def __init__(
@@ -149,25 +147,25 @@ class SplitCounter:
         self.report = SplitReport()
         self._weights = array("d")
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
-        self._late: set[ExampleId] = set()  # examples that truncation might leave without a scored token
+        self._unscored_starts: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
     def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Count prompts as they pass; raises InputError for a text that contains EOS."""
+        """Yield the prompts as they are, and count each; raises InputError for a text that contains EOS."""
         for prompt in prompts:
             self._check_texts(prompt)
             self.report.prompts += 1
             self._note_format(prompt)
-            self._compare(prompt)
+            self._compare_with_training(prompt)
             self._weights.extend(prompt.weights or ())
             for index, example in enumerate(prompt.examples):
                 self._count_example(prompt, index)
                 # a response begins with a part that is not scored
                 if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in example.values()):
-                    self._late.add((prompt.index_in_split, index))
+                    self._unscored_starts.add((prompt.index_in_split, index))
             yield prompt
 
     def _check_texts(self, prompt: Prompt) -> None:
-        """Count control tokens, and raise InputError for EOS, in texts that no template has rendered."""
+        """Count control tokens in texts that no template has rendered; raises InputError for EOS in them."""
         tokenizer = self.encode.tokenizer
         if prompt.rendered:
             return
@@ -176,7 +174,7 @@ class SplitCounter:
                 self.report.control_tokens += len(compile_control(tokenizer).findall(text))
         if prompt.examples or self.trains_on == "prompts":
             used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
-            if prompt.apart:  # as one text with its response, a prompt may be a chat that the user has rendered
+            if prompt.apart:  # else the prompt may be a chat that the user has rendered, which may have EOS
                 used.add(prompt.text)
             with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
                 refuse_eos(used, tokenizer)
@@ -191,22 +189,22 @@ class SplitCounter:
         if formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
             formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
 
-    def _compare(self, prompt: Prompt) -> None:
-        """Count what training has too; or, in training, keep the digests."""
+    def _compare_with_training(self, prompt: Prompt) -> None:
+        """Count what a test prompt has in common with the train split; of a training prompt, keep the digests."""
         digests = make_digests(prompt, self.encode.tokenizer)
         if self._training is None:
-            self.digests.update(filter(None, digests))
+            self.digests.update(filter(None, digests))  # 0 stands for a text that is not compared
             return
         report = self.report
-        asked, *answers = (digest in self._training for digest in digests)
+        prompt_in_train, *responses_in_train = (digest in self._training for digest in digests)
         shared = []
-        if asked:
+        if prompt_in_train:
             report.prompts_like_train += 1
             shared.append(prompt.written)
         for example in prompt.examples:
-            same = [prompt.responses[i] for i in example.values() if answers[i]]
-            report.answers_in_train += bool(same)
-            shared += same[:1]
+            answers = [prompt.responses[i] for i in example.values() if responses_in_train[i]]
+            report.answers_in_train += bool(answers)
+            shared += answers[:1]
         for text in shared[: N_DUPLICATES_SHOWN - len(report.like_train)]:
             shown = " ".join(compile_control(self.encode.tokenizer).sub(" ", text).split())
             report.like_train.append(redact(shown)[-SHOWN:])
@@ -238,7 +236,7 @@ class SplitCounter:
         """Count tokens; raises InputError for a response that truncation leaves without a scored token."""
         report = self.report
         tokenizer = self.encode.tokenizer
-        # the digest has the vocabulary, as tokenizers may give different tokens one id
+        # the digest has the vocabulary, as another tokenizer may have the same ids for other tokens
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
         scored: list[dict[str, int]] = []  # tokens of each example's responses, by role
@@ -260,9 +258,9 @@ class SplitCounter:
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
 
     def _draw_sample(self, prompts: PromptTable) -> list[ExampleId]:
-        """Choose the examples whose tokens are counted: all of a small split, else a random sample and all of `_late`.
+        """Choose the examples whose tokens are counted: all of a small split, else a random sample.
 
-        The sample is the same in all processes and runs.
+        `_unscored_starts` are always among them. The sample is the same in all processes and runs.
         """
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
@@ -270,7 +268,7 @@ class SplitCounter:
         if len(numbers) > COUNTED_WHOLE:
             numbers = set(random.Random(0).sample(numbers, SAMPLE_SIZE))
         ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
-        return sorted(self._late.union(example for number, example in enumerate(ids) if number in numbers))
+        return sorted(self._unscored_starts.union(example for number, example in enumerate(ids) if number in numbers))
 
     def _count_example_tokens(self, text_example: TextExample, example: Example) -> None:
         report = self.report
@@ -280,7 +278,7 @@ class SplitCounter:
             report.count("truncated_prompts", prompt, index)
         if example.response_is_truncated:
             report.count("truncated_responses", prompt, index)
-        # same tokens of different texts; same texts are counted already
+        # a pair of different texts with the same tokens; pairs of the same text are counted already
         is_alike = example.roles == TRAINS_ON["pairs"] and example.responses[0] == example.responses[1]
         if is_alike and len(set(prompt.texts(index).values())) == 2:
             report.count("pairs_cut_alike" if example.response_is_truncated else "identical_pairs", prompt, index)
@@ -290,5 +288,5 @@ class SplitCounter:
 
 def mean(values: Iterable[float]) -> float | None:
     """Average values; None if there are none."""
-    found = list(values)
-    return fmean(found) if found else None
+    listed = list(values)
+    return fmean(listed) if listed else None

@@ -20,8 +20,8 @@ from dpo.system.plain_files import replacing
 
 SPLITS = ("train", "test")
 BAD = "bad record"
-WARNING_SHARE = 0.01  # share of the examples or records
-FEWEST_HELD_OUT = 20  # prompts of a test split, which then says something
+WARNING_SHARE = 0.01  # a problem in this share of the examples or records is worth a warning
+FEWEST_HELD_OUT = 20  # prompts; a smaller test split would say little
 LISTED = 20  # bad records that a message names
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
@@ -34,8 +34,9 @@ CALLER = "function_call"  # the speaker of a message that is JSON of a call, or 
 ROLES = ("system", "developer", "user", "assistant", "tool", CALLER)
 ROLE_NAMES = {"human": "user", "gpt": "assistant", "function": "tool"} | {role: role for role in ROLES}  # lower case
 SPEAKERS = ROLE_NAMES | {"observation": "tool"}  # ShareGPT's
-RENDERED = ("content", "tool_calls", *THOUGHTS)  # parts of a message that a chat template may write
-READ = {"role", "tool_call_id", "weight", "train", *RENDERED}  # other keys of a message only a template may read
+RENDERED_KEYS = ("content", "tool_calls", *THOUGHTS)  # a message's parts that a chat template may write
+# keys of a message that we read or pass on to be rendered; another key has an effect only if the template reads it
+READ_KEYS = {"role", "tool_call_id", "weight", "train", *RENDERED_KEYS}
 
 
 class TableRow(dict):
@@ -61,7 +62,7 @@ class Prompt(NamedTuple):
     tools: list | None = None  # that the messages may call
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
-    apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
+    apart: bool = True  # prompt and response are tokenized apart, as in the reference code; otherwise as one text
 
     @property
     def written(self) -> str:
@@ -80,7 +81,7 @@ class Prompt(NamedTuple):
 
     @property
     def pieces(self) -> list[list[str]]:
-        """Each response in pieces, scored and not scored in turn; the first may be empty."""
+        """Each response in pieces, alternately scored and not scored; the first is scored, and may be empty."""
         all_cuts = self.cuts or [[]] * len(self.responses)
         all_pieces = []
         for response, cuts in zip(self.responses, all_cuts, strict=True):
@@ -98,7 +99,7 @@ class Split(dict[str, Prompt]):
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
 
     def add(self, prompt: Prompt, *, replaces: bool = False) -> None:
-        """Add a row's prompt. If earlier rows have the same one, it `replaces` them, or its responses join theirs."""
+        """Add a row's prompt. If one has the same text already, append responses to it, or replace it if `replaces`."""
         earlier = self.get(prompt.text)
         if earlier is None or replaces:
             self[prompt.text] = prompt
@@ -113,9 +114,10 @@ class Split(dict[str, Prompt]):
 
 
 def hold_out(prompts: Any, size: float | None = None) -> Any:
-    """Take random prompts, at least one, out of `prompts`, and return them as a test split of the same type.
+    """Take random prompts, at least one, out of the mapping `prompts`, and return them as a test split of its type.
 
-    `size` is a share, if below 1, or a number. None is a tenth, at least `FEWEST_HELD_OUT` and at most a third.
+    A `size` below 1 is a share, any other a number of prompts. None means a tenth of the prompts, but at least
+    `FEWEST_HELD_OUT`, and at most a third.
     """
     texts = list(prompts)
     if size is None:
@@ -140,14 +142,14 @@ class BadRecordsError(InputError):
 
 
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
-    """Write a message with the first bad records, which are numbers and reasons."""
+    """Write a message that names the first bad records; `found` has the number of each, and the reason."""
     lines = [f"dataset {name!r}: {count(len(found), 'record')} that cannot be used"]
     lines += [reason for _, reason in found[:LISTED]]
     return "\n  - ".join(lines) + ("\n  - ..." if len(found) > LISTED else "")
 
 
 def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
-    """Return the error with how to leave bad records out. If `folder` is given, a new file in it lists all of them."""
+    """Return an error that adds how to skip bad records; a new file in `folder`, if one is given, lists them all."""
     where = ""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +177,7 @@ def write_lines(path: Path, values: Iterable[Mapping]) -> None:
 
 @contextmanager
 def naming(where: str) -> Iterator:
-    """Context in which the message of an InputError begins with the place of what is read."""
+    """Begin the message of an InputError that is raised inside with `where`, the place of what is read."""
     try:
         yield
     except InputError as error:
@@ -183,9 +185,9 @@ def naming(where: str) -> Iterator:
 
 
 def get_field(row: Row, key: str, *types: type) -> Any:
-    """Return `row[key]`, a text or a value of one of the types.
+    """Return `row[key]`, which must be of one of the types; without types, a text.
 
-    Raises InputError for any other value, and the error that stands for a row.
+    Raises InputError for any other value. If `row` is itself an error, which stands for a row, raises that.
     """
     types = types or (str,)
     if isinstance(row, InputError):
@@ -193,7 +195,7 @@ def get_field(row: Row, key: str, *types: type) -> Any:
     if not isinstance(row, Mapping):
         raise InputError(f"{shorten(row)} stands where an object with the field {key!r} is expected")
     value = row.get(key)
-    # Python counts a bool as an int; NaN, as which pandas writes null, differs from itself
+    # Python counts a bool as an int; pandas writes null as NaN, which differs from itself
     if not isinstance(value, types) or isinstance(value, bool) or value != value:
         shown = shorten(value)
         if value is None:
@@ -222,47 +224,47 @@ def read_messages(value: Any) -> Messages:
 
 
 def _read_message(message: Any) -> dict:
-    """Read a chat message of any format as chat templates expect it."""
-    given = _drop_nulls(message)
+    """Convert a chat message, ours, OpenAI's or ShareGPT's, to what chat templates expect."""
+    converted = _drop_nulls(message)
     if is_message(message) and "role" not in message:
-        speaker, given["content"] = get_field(given, "from"), given.pop("value", None)
-        given["role"] = SPEAKERS.get(given.pop("from").lower())
-        if given["role"] is None:
+        speaker, converted["content"] = get_field(converted, "from"), converted.pop("value", None)
+        converted["role"] = SPEAKERS.get(converted.pop("from").lower())
+        if converted["role"] is None:
             raise InputError(f"a message is from {speaker!r}, and must be from one of {', '.join(SPEAKERS)}")
-    role, content = get_field(given, "role"), given.get("content")
-    given["role"] = role = ROLE_NAMES.get(role.lower(), role)  # others are the template's own
-    if isinstance(content, list):  # OpenAI's may be in parts
-        if other := {get_field(part, "type") for part in content} - {"text"}:
-            raise InputError(f"content has a part of type {other.pop()!r}, and must be text")
-        given["content"] = "".join(get_field(part, "text") for part in content)
+    role, content = get_field(converted, "role"), converted.get("content")
+    converted["role"] = role = ROLE_NAMES.get(role.lower(), role)  # other roles are the template's own
+    if isinstance(content, list):  # OpenAI's content may be a list of parts
+        if unknown := {get_field(part, "type") for part in content} - {"text"}:
+            raise InputError(f"content has a part of type {unknown.pop()!r}, and must be text")
+        converted["content"] = "".join(get_field(part, "text") for part in content)
     if role == CALLER:
-        calls = _parse_json(get_field(given, "content"))
-        given |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    calls = given.pop("tool_calls", None)
-    if not calls and "function_call" in given:
-        calls = [_parse_json(given.pop("function_call"))]
+        calls = _parse_json(get_field(converted, "content"))
+        converted |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    calls = converted.pop("tool_calls", None)
+    if not calls and "function_call" in converted:
+        calls = [_parse_json(converted.pop("function_call"))]
     if calls:
         if not isinstance(calls, list):
             raise InputError(f"tool_calls is {shorten(calls)}, and must be a list")
-        given = {"content": "", **given, "tool_calls": [_read_call(call) for call in calls]}
+        converted = {"content": "", **converted, "tool_calls": [_read_call(call) for call in calls]}
     for key in ("weight", "train"):
-        if given["role"] == "assistant" and given.get(key) not in (None, 0, 1):
-            raise InputError(f"{key} is {shorten(given[key])}, and must be 0 or 1 (false or true): correct it")
-    if "content" not in given and len(given) > 1:
-        raise InputError(f"a message has no content, and only {', '.join(given)}: write its text as content")
+        if converted["role"] == "assistant" and converted.get(key) not in (None, 0, 1):
+            raise InputError(f"{key} is {shorten(converted[key])}, and must be 0 or 1 (false or true): correct it")
+    if "content" not in converted and len(converted) > 1:
+        raise InputError(f"a message has no content, and only {', '.join(converted)}: write its text as content")
     # raise InputError for a value that is not text
-    for key in ("content", *(key for key in THOUGHTS if key in given)):
-        get_field(given, key)
-    return given
+    for key in ("content", *(key for key in THOUGHTS if key in converted)):
+        get_field(converted, key)
+    return converted
 
 
 def is_scored(message: Mapping) -> bool:
-    """Whether a message of the assistant is trained on, as `weight` (OpenAI's) and `train` say."""
+    """Whether a message of the assistant is trained on: not if its `weight` (OpenAI's) or `train` is 0 or false."""
     return 0 not in (message.get("weight"), message.get("train"))
 
 
 def _read_call(call: Any) -> dict:
-    """Read a call into OpenAI's nested form. Arguments may be an object, JSON of one (as OpenAI's are) or missing."""
+    """Convert a call to OpenAI's nested form. Arguments may be an object, JSON of one (as OpenAI's are) or missing."""
     # a call that is not nested is the function itself
     outer = _drop_nulls(call) if isinstance(call, Mapping) and "function" in call else {"function": call}
     function = _drop_nulls(outer.get("function"))
@@ -274,9 +276,9 @@ def _read_call(call: Any) -> dict:
 
 
 def read_tools(row: Mapping, column: str) -> list[dict]:
-    """Read a list of schemas, or JSON of such a list; [] if the row has none.
+    """Read a list of tools' schemas, or JSON of such a list; [] if the row has none.
 
-    A schema may be that of a function alone, which is then nested as OpenAI does it.
+    The schema of a function alone is wrapped in an object of type function, as OpenAI's are.
     """
     tools = _parse_json(row.get(column)) or []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
@@ -297,7 +299,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Copy a message or call without null fields, which say as much as missing ones."""
+    """Copy a message or call without null fields, which mean the same as missing ones; another value stays as it is."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 

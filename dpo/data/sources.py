@@ -23,9 +23,9 @@ from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, che
 from dpo.system.host import go_offline_without_hub
 from dpo.system.plain_files import check_readable
 
-NULLABLE = ("default", "const")  # a null of these says something in a JSON schema
-NAMED_BY_USER = ("properties", "arguments")  # the keys of such an object are no fields of a schema
-ROWS_PER_BATCH = 1000  # so many rows of an Arrow table are in memory twice
+NULLABLE = ("default", "const")  # fields of a JSON schema whose null has a meaning
+NAMED_BY_USER = ("properties", "arguments")  # objects whose keys are names given by the user, not fields of a schema
+ROWS_PER_BATCH = 1000  # rows of an Arrow table that are decoded together, so that few are in memory twice
 FIRST_BYTES_OF_SHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .xls, whatever the names say
 
 
@@ -40,7 +40,7 @@ class ArrowRows(Sequence[Mapping]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        [row] = _decode_rows(self.dataset[index], self.features)
+        [row] = _decode_rows(self.dataset[index], self.features)  # the table has one row
         return row
 
     def __iter__(self) -> Iterator[Mapping]:
@@ -54,10 +54,10 @@ def _decode_rows(table: Any, features: Mapping) -> Iterator[dict]:
 
 
 def _decode(value: Any, feature: Any, key: str) -> Any:
-    """Decode a value of Arrow.
+    """Decode a value of an Arrow table, whose type in `datasets` is `feature`, and whose column or key is `key`.
 
-    Arrow gives each object of a column the fields of all others, as nulls: those are dropped. Classes get their names,
-    as their numbers mean nothing: `class_encode_column` makes true 1, but desirable 0. `key` is the value's name.
+    Arrow gives each object of a column the fields of all others, as nulls: those are dropped. A class becomes its name,
+    as its number has no meaning: `class_encode_column` numbers sorted names, so true is 1, but desirable 0.
     """
     if value is None:
         return None
@@ -72,12 +72,12 @@ def _decode(value: Any, feature: Any, key: str) -> Any:
         return [_decode(item, feature.get("feature"), key) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {}
+    fields = {}
     for name, item in value.items():
         if item is not None or (name in NULLABLE and key not in NAMED_BY_USER):
-            # in arguments, the names at all depths are the user's
-            kept[name] = _decode(item, feature.get(name), key if key == "arguments" else name)
-    return kept
+            # below `arguments`, names at every depth are the user's
+            fields[name] = _decode(item, feature.get(name), key if key == "arguments" else name)
+    return fields
 
 
 def load_rows(
@@ -87,13 +87,13 @@ def load_rows(
     *,
     limit: int | None = None,
 ) -> Sequence[Row]:
-    """Load a split, or all records of a source without splits; with `limit`, only so many of each local file.
+    """Load a split, or all records of a source without splits; with `limit`, only this many of each local file.
 
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
     files = _find_files(source, split)
     if not files:
-        return ArrowRows(_load_from_hub(source, split, cache_dir))
+        return ArrowRows(_load_with_datasets(source, split, cache_dir))
     rows = []
     for file in files:
         try:
@@ -118,8 +118,8 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
     path = source.local
     states = []
     if path is None or source.subset:
-        # their paths have a digest of the revision and its files; there are none if the data are in memory
-        for file in _load_from_hub(source, "train", cache_dir).cache_files:
+        # the paths of cached files have a digest of the revision and its files; data in memory has no files
+        for file in _load_with_datasets(source, "train", cache_dir).cache_files:
             states.append(file["filename"])
     else:
         path = path.absolute()
@@ -131,8 +131,8 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
     return [dict(source.columns), states] if states else None
 
 
-def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
-    """Load a split, under the first of its possible names that the dataset has."""
+def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> Any:
+    """Load a split from the Hub, its cache or a clone, under the first of its possible names that the dataset has."""
     go_offline_without_hub()
     import datasets
 
@@ -148,6 +148,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
             )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
             problem = error
+            # another name helps only if no split has this one
             if not re.match("(Unknown|Bad) split", str(error)):
                 break
     if subsets := re.search(r"(?:available configs|Available): \[(.*?)\]", str(problem)):
@@ -161,9 +162,9 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Any:
 
 
 def _find_files(source: Source, split: str) -> list[Path]:
-    """Find `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
+    """Find the files of a split: `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`.
 
-    Returns [] if `datasets` has to find the files: on the Hub, or where README.md lists them, as in a clone from it.
+    Returns [] if `datasets` has to find the files: on the Hub, or in a clone from it, where README.md lists them.
     """
     folder = source.local
     if folder is None or source.subset:
@@ -174,17 +175,17 @@ def _find_files(source: Source, split: str) -> list[Path]:
     names = SPLIT_NAMES.get(split, (split,))
     entries = sorted([*folder.glob("*"), *folder.glob("data/*")])
     for name in names:
-        found = defaultdict(list)  # shards of a directory are together, and a whole file is apart from them
+        groups = defaultdict(list)  # the shards of a directory are one group, and a whole file is another
         for entry in entries:
             suffix = find_suffix(entry.name)
             stem = entry.name.lower().removesuffix(suffix)
             is_data = suffix or (entry / SAVED).is_file()
             if is_data and (stem == name or stem.startswith(f"{name}-")):
-                found[entry.parent, suffix, stem == name].append(entry)
-        if len(found) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for file in chain(*found.values()))
+                groups[entry.parent, suffix, stem == name].append(entry)
+        if len(groups) > 1:
+            listed = ", ".join(str(file.relative_to(folder)) for file in chain(*groups.values()))
             raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
-        for files in found.values():  # there is one, or none
+        for files in groups.values():  # at most one group
             return files
     readme = folder / "README.md"
     if readme.is_file() and "config_name:" in readme.read_text(encoding="utf-8", errors="replace"):
@@ -208,9 +209,9 @@ def _parse_file(file: Path) -> Iterator:
         import pyarrow.parquet
 
         table = pyarrow.parquet.ParquetFile(file)
-        about = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
+        metadata = json.loads((table.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))  # as `datasets` writes it
         for batch in table.iter_batches(ROWS_PER_BATCH):
-            yield from _decode_rows(batch, about.get("info", {}).get("features", {}))
+            yield from _decode_rows(batch, metadata.get("info", {}).get("features", {}))
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
@@ -232,7 +233,7 @@ def _parse_file(file: Path) -> Iterator:
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator:
     for number, line in enumerate(lines, start=1):
-        text = line.rstrip()  # without its end, at which an error would be on the next line
+        text = line.rstrip()  # without the newline, after which an error would be on "line 2"
         try:
             if text:
                 yield json.loads(text)
@@ -241,7 +242,7 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator:
 
 
 def _parse_json(text: str, file: Path) -> Iterable:
-    """Parse a list of records, an object that has one under a key, or JSON lines."""
+    """Parse a list of records, an object with such a list under some key, a single record, or JSON lines."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -263,7 +264,7 @@ def _parse_json(text: str, file: Path) -> Iterable:
 def _parse_table(lines: TextIO, file: Path) -> Iterator:
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
-    # Excel writes semicolons where 0.5 is 0,5
+    # Excel separates by semicolons in languages that write 0.5 as 0,5
     separators = "\t" if ".tsv" in file.name.lower() else ",;\t"
     separator = max(separators, key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
@@ -282,7 +283,7 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
                 names = [name for name in header if name]
                 if len(set(names)) < len(names):
                     raise InputError(f"{file}: the first line names a column twice: {', '.join(names)}")
-            elif len(fields) < len(header) or any(fields[len(header) :]):
+            elif len(fields) < len(header) or any(fields[len(header) :]):  # empty fields may follow
                 yield InputError(
                     f"the record on line {begin} of {file} has {len(fields)} fields, and the first line names "
                     f"{len(header)}: put fields with {separator!r} or newlines in quotes, and no title above the "

@@ -1,7 +1,8 @@
 """Prompts with their responses, in files that all processes map, so that texts are in memory once per machine.
 
-A table is a directory `dpo-examples/KEY-...` with JSON lines, and where they end, for each split. `facts.json` has
-counts, and a checksum that every run verifies. Tables may be deleted at any time: the next run builds a new one.
+A table is a directory `dpo-examples/KEY-...`. For each split it has a file of JSON lines, and one with the positions at
+which they end. `facts.json` has counts, and a checksum that every run verifies. Tables may be deleted at any time: the
+next run builds a new one.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from dpo.errors import InputError, RunError
 from dpo.system.plain_files import check_readable, read_json, remove, write_json
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
-TEMPORARY = ".dpo-table-"  # what temporary names begin with
+TEMPORARY = ".dpo-table-"  # prefix of the directory in which a table is built
 Facts = Mapping  # counts taken while a table is built
 
 
@@ -30,7 +31,7 @@ def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = Fals
     """
     index = 0
     for name, split in splits:
-        for text in list(split):  # removed, as a second copy of all texts might not fit into memory
+        for text in list(split):  # prompts are removed, as a second copy of all texts might not fit into memory
             prompt = split.pop(text)
             if not prompt.examples and not keep_all:
                 continue
@@ -40,9 +41,10 @@ def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = Fals
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> str:
-    """Write prompts as JSON lines, and return a digest of them.
+    """Write prompts to `path` as JSON lines, and return a digest of them.
 
-    A file .npy beside it has an int64 array (prompts, 2): where each line ends, in bytes, and its number of examples.
+    A file .npy beside `path` has an int64 array (prompts, 2): where each line ends, in bytes, and its number of
+    examples.
     """
     index = []
     digest = hashlib.sha256()
@@ -80,9 +82,10 @@ class PromptTable(Sequence[Prompt]):
 def find_or_build(
     folder: Path, key: str | None, build: Callable[[Path], Facts], *, scratch: Path | None = None
 ) -> Path:
-    """Find the whole table named `key` in `folder`, or build it there, or in `scratch` if that is given.
+    """Return the directory of a whole table `key` in `folder`; else build one there, or in `scratch` if that is given.
 
-    `build` writes into a directory, and returns what it counted. Raises RunError if it cannot write.
+    Without a key, always build one. `build` writes into a directory, and returns what it counted. Raises RunError
+    if nothing can be written.
     """
     tables = sorted(folder.glob(f"{key}-*")) if key else ()
     if found := next((table for table in tables if is_whole(table)), None):
@@ -118,7 +121,7 @@ def is_whole(table: Path) -> bool:
 
 
 def _make_digest(table: Path, facts: Any) -> str:
-    """Return a digest of a table's files and facts."""
+    """Return a digest of a table's files and facts; InputError or OSError if a file cannot be read."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in (f"{split}.{suffix}" for split in SPLITS for suffix in ("jsonl", "npy")):
         check_readable(table / name)

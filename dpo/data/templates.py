@@ -1,4 +1,4 @@
-"""Renders chats with a chat template, and finds what of them is scored, and what the template has left out.
+"""Renders chats with a chat template, and finds which parts of the text are scored and what the template left out.
 
 The assistant's messages are scored, each with the end of its turn.
 """
@@ -18,14 +18,15 @@ from dpo.data.tokenization import compile_control, list_ends, match_any, remove_
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
-MARK = "[goes on here]"  # appended to the beginning of an answer, to find its end in the rendered text
-SHOWN = 60  # characters beside a control token in a message
+MARK = "[goes on here]"  # appended to the beginning of an answer, to find in the rendered text where the answer goes on
+SHOWN = 60  # characters that an error shows on either side of a control token
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 END_OF_THOUGHT = "</think>"
-ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles whose messages are not what is asked
-NO_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)  # a place that is not inside a word of ASCII letters
-TAKEN = "\0"  # replaces the characters of a rendered text in which a text of a message was found
-LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # in a note, between the template and a text
+ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles that do not ask the question of a prompt
+# a position that is not inside a word of ASCII letters; other scripts may have no spaces between words
+NOT_IN_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)
+TAKEN = "\0"  # overwrites a piece that was found in the rendered text, so that no other is found there
+LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # as in "the chat template leaves out the content"
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 CLOSED = (
     "the chat template ends the prompt, where the model is served, with a text that the responses do not begin with, "
@@ -36,7 +37,7 @@ REWRITTEN = (
     "is scored: write one record for each answer to train on all"
 )
 
-Apply = Callable[..., str]  # `apply_template` with its tokenizer and tools
+Apply = Callable[..., str]  # `apply_template`, with tokenizer and tools bound
 
 
 # --- a template applied to messages --------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except TypeError:
-            # A template may append the arguments of calls to text, as DeepSeek-V3's does. It needs them as JSON.
+            # A template may join a call's arguments to text, as DeepSeek-V3's does, so they must be JSON, not a dict.
             written = copy.deepcopy(messages)
             functions = [call["function"] for message in written for call in message.get("tool_calls", ())]
             if not functions:
@@ -65,9 +66,9 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) -> str:
-    """Render the prompt of an answer, up to the end of the generation prompt.
+    """Render the messages before an answer, up to the end of the generation prompt.
 
-    If the last message is `continued`, it is the beginning of the answer, and the prompt ends with its content. Raises
+    If `continued`, the last message is the beginning of the answer, and the text ends with its content. Raises
     TemplateRejects.
     """
     if not continued:
@@ -81,14 +82,14 @@ def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) ->
 
 
 def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts, keys and numbers in a nested value, numbers as text."""
+    """Yield the texts, keys and numbers in nested dicts and lists, numbers as text."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
     if isinstance(value, list):
         for item in value:
             yield from iterate_texts(item)
-    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # a template may write True or true
         yield str(value)
 
 
@@ -105,24 +106,25 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class Note(NamedTuple):
-    """Something that was noticed in records."""
+    """In how many records something was noticed, and whether that deserves a warning."""
 
-    example: str  # a text in which it was noticed; "" shows none
-    warned_from: float = WARNING_SHARE  # the share of records from which on it is a warning; math.inf: never
+    example: str  # a text in which it was noticed, to be shown; "" shows none
+    warned_from: float = WARNING_SHARE  # the smallest share of the records that makes it a warning; math.inf: never
     n_records: int = 1
 
 
-Notes = dict[str, Note]  # by what was noticed
+Notes = dict[str, Note]  # by the sentence that says what was noticed
 
 
-def add_notes(notes: Notes, more: Notes) -> None:
-    """Add up the numbers of records; the first example stays."""
-    for what, note in more.items():
+def add_notes(notes: Notes, new_notes: Notes) -> None:
+    """Add `new_notes` to `notes`. For a note in both, the numbers of records add up, and the first example stays."""
+    for what, note in new_notes.items():
         n_earlier = notes[what].n_records if what in notes else 0
         notes[what] = notes.get(what, note)._replace(n_records=n_earlier + note.n_records)
 
 
 def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
+    """Yield a line for each note on the `n_records` of a split; a warning is a WarningLine."""
     for what, (example, warned_from, n) in notes.items():
         as_in = f", as in {shorten(example)}" if example else ""
         note = f"{origin}: {what}; in records: {n:,} of {n_records:,}{as_in}"
@@ -139,8 +141,8 @@ class Piece:
     index: int  # the message's; -1 for a tool
     kind: str  # content, thought, call or tool
     text: str
-    may_move: bool = False  # a template may write it elsewhere than it stands: a system turn, or a tool
-    change: str = LEAVES_OUT  # until it is found: then TRIMS, or "" if it is as in the message
+    may_move: bool = False  # True for a system turn or a tool, which a template may write anywhere
+    change: str = LEAVES_OUT  # what the template does to it: once it is found, TRIMS, or "" for nothing
     start: int = 0  # in the rendered text
     end: int = 0  # exclusive; 0 until it is found
 
@@ -150,8 +152,8 @@ def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
     pieces = []
     for index, message in enumerate(messages):
         content = message.get("content") or ""
-        thoughts = {message.get(key) or "" for key in THOUGHTS}  # the same may be under several keys
-        if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may cut these thoughts
+        thoughts = {message.get(key) or "" for key in THOUGHTS}  # a set, as several keys may have the same thoughts
+        if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may leave these thoughts out
             thought, _, content = content.rpartition(END_OF_THOUGHT)
             content = content.lstrip("\n")
             thoughts.add(thought.removeprefix("<think>").strip("\n"))
@@ -170,24 +172,24 @@ def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
 
 
 def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piece]:
-    """Look for the texts of messages and tools in the rendered text; return all, in the order of the messages.
+    """Look for the texts of messages and tools in the rendered text; return all, found or not, in their order.
 
-    No two overlap. The longest are looked for first, so that a short one does not take a place inside them. A piece is
-    between those of the messages before and after its own, and after the thoughts of its message. Calls may be written
-    in any order.
+    No two overlap. Longer ones are looked for first, so that a short one is not found inside a longer one. Unless a
+    piece may move, it must be after the pieces of earlier messages and the thoughts of its own message, and before the
+    pieces of later messages. The calls of a message may be in any order.
     """
     pieces = list_pieces(messages, tools)
-    placed = []  # what was found of pieces that may not move
+    anchors = []  # found pieces that may not move, and so limit where others may be
     for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
         low = 0
         high = len(rendered)
-        for other in placed:
+        for anchor in anchors:
             if piece.may_move:
                 break
-            if other.index < piece.index or (other.index == piece.index and other.kind == "thought"):
-                low = max(low, other.end)
-            elif other.index > piece.index:
-                high = min(high, other.start)
+            if anchor.index < piece.index or (anchor.index == piece.index and anchor.kind == "thought"):
+                low = max(low, anchor.end)
+            elif anchor.index > piece.index:
+                high = min(high, anchor.start)
         for spelled, change in _spell(piece.text):
             begin = _find_words(spelled, rendered, low, high)
             if begin >= 0:
@@ -196,40 +198,40 @@ def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piec
                 piece.end = begin + len(spelled)
                 rendered = rendered[:begin] + TAKEN * len(spelled) + rendered[piece.end :]
                 if not piece.may_move:
-                    placed.append(piece)
+                    anchors.append(piece)
                 break
     return pieces
 
 
 def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
-    """Find a text between `start` and `limit`; -1 if it is not there.
+    """Return where a text begins between `start` and `limit`; -1 if it is not there.
 
-    It may not begin or end inside a word, as "a" does in "assistant".
+    A match may not begin or end inside a word, as "a" does in "assistant".
     """
     while (start := rendered.find(text, start, limit)) >= 0:
-        if NO_WORD.match(rendered, start) and NO_WORD.match(rendered, start + len(text)):
+        if NOT_IN_WORD.match(rendered, start) and NOT_IN_WORD.match(rendered, start + len(text)):
             break
         start += 1
     return start
 
 
 def _spell(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the spellings in which templates write a text, each with the `change` of a piece that has it."""
+    """Yield the spellings in which templates write a text, each with the `Piece.change` that it means."""
     stripped = text.strip()
     yield text, ""
     yield stripped, TRIMS
     for is_ascii in (False, True):
-        once = json.dumps(stripped, ensure_ascii=is_ascii)[1:-1]
-        yield once, ""
-        yield json.dumps(once, ensure_ascii=is_ascii)[1:-1], ""  # calls may have arguments that are JSON in JSON
+        escaped = json.dumps(stripped, ensure_ascii=is_ascii)[1:-1]
+        yield escaped, ""
+        yield json.dumps(escaped, ensure_ascii=is_ascii)[1:-1], ""  # a call's arguments may be JSON inside JSON
 
 
-def _note_changes(found: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
-    """Add to `notes` what the template leaves out of these messages, or trims; `place` is "prompts" or "responses"."""
-    for piece in found:
+def _note_changes(pieces: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
+    """Add to `notes` which pieces the template leaves out or trims; `place` is "prompts" or "responses"."""
+    for piece in pieces:
         if not piece.change:
             continue
-        # templates drop the thoughts before the user's last turn when the model is served, too: no warning
+        # templates also leave out the thoughts before the user's last turn where a model is served: no warning
         is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
         if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
             notes.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
@@ -241,22 +243,22 @@ def _note_changes(found: Sequence[Piece], messages: Messages, place: str, notes:
 
 
 def _refuse_lost(
-    found: Sequence[Piece], messages: Messages, role: str, what: str, is_rendered: Callable[[Messages], bool]
+    pieces: Sequence[Piece], messages: Messages, role: str, what: str, renders_same: Callable[[Messages], bool]
 ) -> None:
-    """Raise InputError if the template leaves out all that a role says; `what` is this in the message.
+    """Raise InputError if the template leaves out all that a role says, which the error calls `what`.
 
-    It does if no text is found, and if the messages still render to the same text (`is_rendered`) once those of the
-    role are empty.
+    It does if no text of the role is found, and if the rendered text stays the same once the role's messages are empty,
+    which `renders_same` finds out.
     """
-    own = [piece for piece in found if piece.kind != "tool" and messages[piece.index]["role"] == role]
+    own = [piece for piece in pieces if piece.kind != "tool" and messages[piece.index]["role"] == role]
     if any(piece.change != LEAVES_OUT for piece in own):
         return
     emptied = list(messages)  # blank messages stay as they are
     for piece in own:
         emptied[piece.index] = {"role": role, "content": ""}
     try:
-        is_lost = is_rendered(emptied)
-    except TemplateRejects:
+        is_lost = renders_same(emptied)
+    except TemplateRejects:  # a template that rejects empty texts reads them
         return
     if is_lost:
         first = own[0].text if own else ""
@@ -272,13 +274,13 @@ def _refuse_lost(
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._ends = match_any(list_ends(tokenizer))
+        self._end_token = match_any(list_ends(tokenizer))
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
-        """Render the messages of a prompt and its responses to texts, and find what is scored.
+        """Return a prompt with its messages and responses rendered to texts, and with the cuts of the responses.
 
-        If the prompt ends with a turn of the assistant, the responses continue it. What the template changes is added
-        to `notes`.
+        If the prompt ends with a turn of the assistant, the responses continue it. Adds to `notes` what the template
+        changes.
 
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
@@ -287,26 +289,27 @@ class ChatTemplate:
             raise InputError(
                 f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
             )
-        before = prompt.messages or []
-        continued = is_prefilled(before) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
-        chats = [_join(before, answer, continued) for answer in prompt.responses]
-        control = self._find_control(prompt, [chat[len(before) - continued :] for chat in chats])
+        messages = prompt.messages or []
+        continued = is_prefilled(messages) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
+        chats = [_join(messages, answer, continued) for answer in prompt.responses]
+        # a slice of a chat is its answer, which includes the prompt's last message if it continues that
+        control = self._find_control(prompt, [chat[len(messages) - continued :] for chat in chats])
         apply = partial(apply_template, self.tokenizer, tools=prompt.tools)
         texts = []
         cuts = []
         try:
             dialogues = [apply(chat) for chat in chats]
             render = partial(render_until_answer, apply, continued=continued)
-            open_text = render(before)
-            if control:  # said only now, as the template may reject the messages as well
+            open_text = render(messages)
+            if control:  # raised only now, so that a rejection by the template is reported with it
                 raise InputError(control)
-            text = self._cut_prompt(apply, before, open_text, dialogues, continued=continued)
+            text = self._cut_prompt(apply, messages, open_text, dialogues, continued=continued)
             if text is None:
                 raise InputError(
                     f"the chat template renders the prompt differently once a response follows, so it is not known "
                     f"where the response starts: {FIX}, or use text instead"
                 )
-            _check_prompt(render, before, prompt.tools, open_text, text, notes)
+            _check_prompt(render, messages, prompt.tools, open_text, text, notes)
             for chat, answer, dialogue in zip(chats, prompt.responses, dialogues, strict=True):
                 response, response_cuts = self._cut_response(apply, chat, answer, dialogue, len(text), notes)
                 texts.append(remove_final_eos(response, self.tokenizer))
@@ -318,7 +321,10 @@ class ChatTemplate:
         return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
 
     def _find_control(self, prompt: Prompt, answers: Sequence[Messages]) -> str:
-        """Say where a control token is in the messages or tools; "" if there is none."""
+        """Return a sentence on the first control token in the messages or tools; "" if there is none.
+
+        Raises InputError for a text that is not valid Unicode.
+        """
         names = ["the prompt", *(f"response {i}" for i in range(1, len(answers) + 1))]
         if prompt.examples == [{"chosen": 0, "rejected": 1}]:
             names = ["the prompt", "chosen", "rejected"]
@@ -341,10 +347,10 @@ class ChatTemplate:
     def _cut_prompt(
         self, apply: Apply, messages: Messages, open_text: str, dialogues: Sequence[str], *, continued: bool = False
     ) -> str | None:
-        """Cut a rendered prompt, `open_text`, where any of the dialogues goes on differently.
+        """Cut a rendered prompt, `open_text`, where any of the dialogues differs from it.
 
-        It may only be cut in its generation prompt, which may have what a finished turn lacks, such as a thinking tag.
-        Returns None if a dialogue differs before that.
+        Only its generation prompt may be cut, which may have a text that finished turns lack, such as a thinking tag.
+        Returns None if a dialogue differs before the generation prompt.
         """
         shared = common_prefix(open_text, *dialogues)
         if shared == open_text:
@@ -352,10 +358,10 @@ class ChatTemplate:
         closed_text = open_text if continued else apply(messages)
         if not shared.startswith(closed_text):
             return None
-        if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
+        if not self.tokenizer.is_fast:  # a slow tokenizer gives no offsets of tokens
             return shared
-        # The common text may end inside a token: <think> and <tool_call> begin with <t. So cut after the last token
-        # that all have in common.
+        # The shared text may end inside a token: <think> and <tool_call> begin with <t. So cut before the first
+        # token that differs.
         encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
         end = len(closed_text)
         columns = zip(*encoded["input_ids"], strict=False)
@@ -368,15 +374,17 @@ class ChatTemplate:
     def _cut_response(
         self, apply: Apply, chat: Messages, answer: Messages, dialogue: str, start: int, notes: Notes
     ) -> tuple[str, list[int]]:
-        """Cut the response out of the dialogue, in which it begins at `start` and ends with its last scored turn.
+        """Cut the response out of a rendered chat, `dialogue`, from `start` to the end of its last scored turn.
 
-        Returns its text, and its unscored parts as [start, end, start, end, ...], positions in this text. A scored turn
-        ends with the first end token after what it says, or, without one, where the template ends it.
+        Returns its text and its cuts, which are positions in this text. A scored turn ends with the first end token
+        after its message's texts or, without one, where the template ends it.
+
+        Raises InputError if the template leaves out the answer or moves it, or if nothing of it is scored.
         """
         first = len(chat) - len(answer)
-        found = find_pieces(answer, dialogue[start:])
-        _note_changes(found, answer, "responses", notes)
-        _refuse_lost(found, answer, "assistant", "of an answer", lambda said: apply(chat[:first] + said) == dialogue)
+        pieces = find_pieces(answer, dialogue[start:])
+        _note_changes(pieces, answer, "responses", notes)
+        _refuse_lost(pieces, answer, "assistant", "of an answer", lambda new: apply(chat[:first] + new) == dialogue)
         turns = self._find_turns(apply, chat, first, dialogue, start)
         if turns is None:
             begin = self._find_begin(apply, chat[:-1], dialogue)
@@ -395,8 +403,8 @@ class ChatTemplate:
                 continue
             if begin > scored_end:
                 cuts += (scored_end - start, begin - start)
-            said_until = max([begin, *(start + piece.end for piece in found if piece.index == i - first)])
-            token = self._ends.search(dialogue, said_until, limit)
+            texts_end = max([begin, *(start + piece.end for piece in pieces if piece.index == i - first)])
+            token = self._end_token.search(dialogue, texts_end, limit)
             scored_end = token.end() if token else end
         if scored_end == start:
             raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
@@ -407,8 +415,8 @@ class ChatTemplate:
     ) -> list[tuple[int, int, int]] | None:
         """Find the assistant's turns from the message `first` on, which begins at `start` in the dialogue.
 
-        Returns for each the number of its message, where it begins, and where the template ends it; None if the
-        template renders turns differently before others.
+        Returns for each turn the index of its message, where it begins, and where the template ends it. Returns None
+        if the template renders a turn differently once others follow.
         """
         turns = []
         end = start
@@ -417,7 +425,7 @@ class ChatTemplate:
                 continue
             begin = start if i == first else self._find_begin(apply, chat[:i], dialogue)
             turn = dialogue if i == len(chat) - 1 else apply(chat[: i + 1])
-            turn = remove_final_eos(turn, self.tokenizer)  # some templates write it after the last turn alone
+            turn = remove_final_eos(turn, self.tokenizer)  # some templates write EOS after the last turn alone
             if begin is None or begin < end or not dialogue.startswith(turn):
                 return None
             end = len(turn)
@@ -425,7 +433,7 @@ class ChatTemplate:
         return turns
 
     def _find_begin(self, apply: Apply, messages: Messages, dialogue: str) -> int | None:
-        """Find where the assistant's turn after these messages begins; None if the dialogue does not have it."""
+        """Return where the assistant's turn after these messages begins; None if the dialogue does not have it."""
         try:
             open_text = render_until_answer(apply, messages, continued=False)
             before = self._cut_prompt(apply, messages, open_text, [dialogue])
@@ -434,11 +442,11 @@ class ChatTemplate:
         return None if before in (None, dialogue) else len(before)
 
 
-def _join(before: Messages, answer: Messages, continued: bool) -> Messages:
+def _join(prompt: Messages, answer: Messages, continued: bool) -> Messages:
     """Join a prompt and an answer to a chat; if `continued`, the answer's first message continues the prompt's last."""
     if not continued:
-        return before + answer
-    *context, begun = before
+        return prompt + answer
+    *context, begun = prompt
     first, *others = answer
     return [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
 
@@ -446,15 +454,15 @@ def _join(before: Messages, answer: Messages, continued: bool) -> Messages:
 def _check_prompt(
     render: Apply, messages: Messages, tools: list | None, open_text: str, text: str, notes: Notes
 ) -> None:
-    """Note what the template changes in a prompt; `text` is how the rendered one, `open_text`, begins.
+    """Add to `notes` what the template changes in a prompt, which is rendered as `open_text` and cut to `text`.
 
-    Raises InputError if all that is asked is left out.
+    Raises InputError if the template leaves out all that is asked.
     """
     if len(text) < len(open_text):
         notes[CLOSED] = Note(open_text[len(text) :])
-    found = find_pieces(messages, text, tools=tools)
-    _note_changes(found, messages, "prompts", notes)
+    pieces = find_pieces(messages, text, tools=tools)
+    _note_changes(pieces, messages, "prompts", notes)
     roles = [message["role"] for message in messages]
-    # the user asks, or, without user turns, a role that only this template may know, or else whoever is first
+    # the user asks; without user turns, a role that only this template knows, or else the role of the first message
     asking = min(roles, key=lambda role: (role != "user", role in ASK_NOTHING))
-    _refuse_lost(found, messages, asking, "that is asked", lambda said: render(said) == open_text)
+    _refuse_lost(pieces, messages, asking, "that is asked", lambda new: render(new) == open_text)

@@ -1,6 +1,7 @@
-"""A user's conversation is tokenized as one text, whose tokens are cut where its parts meet.
+"""Tokenizes a user's conversation as one text, and divides the tokens among its parts.
 
-If a token would span such a place, the parts are tokenized apart, as texts of the reference code's datasets are.
+The parts are the prompt and the pieces of the response. If a token would span two of them, they are tokenized apart, as
+texts of the reference code's datasets are.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tokenizers import Encoding, Tokenizer
 from dpo.errors import InputError
 from dpo.redaction import redact
 
-# Before a text that does not begin the whole, so that no space is put before it. The first one is taken whose tokens
-# do not join those of the text.
+# A marker is put before a text that follows another but is tokenized apart, so that the tokenizer adds no space before
+# it. The first marker is used whose characters do not share a token with those of the text.
 MARKERS = ("\n", "|", "x", "\ue000")
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 
@@ -30,13 +31,13 @@ Ids = list[list[int]]  # the token ids of each part
 
 
 def match_any(texts: Iterable[str]) -> re.Pattern[str]:
-    """Make a pattern of texts, which matches nowhere if there are none."""
+    """Make a pattern that matches any of the texts; without texts, it matches nowhere."""
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 @lru_cache(maxsize=4)
 def compile_control(tokenizer: Any) -> re.Pattern[str]:
-    """Make a pattern of the strings of special tokens."""
+    """Make a pattern that matches the string of any special token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens) - {""}
     return match_any(sorted(special, key=len, reverse=True))  # the longest first, as one may begin with another
@@ -86,8 +87,8 @@ class Tokens(NamedTuple):
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
-    Fast tokenizers spread the texts of one call over the cores. Raises InputError for a token id without an embedding,
-    once `n_embeddings` is known.
+    Fast tokenizers spread the texts of one call over the cores. Once `n_embeddings` is known, every call raises
+    InputError for a token id without an embedding.
     """
 
     def __init__(self, tokenizer: Any, *, largest_id: int = -1):
@@ -96,14 +97,14 @@ class TextEncoder:
         self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
         self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
         self.ends = tuple(list_ends(tokenizer))  # strings of the tokens that end an answer
-        self._lock = Lock()  # held while `_in_rust` is made, or encodes
+        self._lock = Lock()  # held while `_parts_tokenizer` is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize each text by itself; return token ids by text."""
         return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items()}
 
     def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
-        """Tokenize prompts with their responses, each prompt with each of its responses as one text.
+        """Tokenize each prompt with each of its responses as one text; return the tokens of each conversation.
 
         A conversation is the text of a prompt, and its responses in pieces. Its parts are tokenized apart if a token
         crosses a limit between them, or if the prompt has other tokens with one response than with another.
@@ -114,40 +115,38 @@ class TextEncoder:
         whole = self._encode(chain.from_iterable(texts))
         all_cross = []  # whether the tokens of a conversation cross a limit between its parts
         divided = []  # the texts of such conversations
-        for of_prompt in texts:
-            ids = [whole[parts] for parts in of_prompt]
+        for conversation in texts:
+            ids = [whole[parts] for parts in conversation]
             crosses = None in ids or any(ids_of_parts[0] != ids[0][0] for ids_of_parts in ids)
             all_cross.append(crosses)
             if crosses:
-                divided += of_prompt
+                divided += conversation
         prompt_ids = self(parts[0] for parts in divided)
         piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in divided)))
         apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in divided}
         encoded = []
-        for of_prompt, crosses in zip(texts, all_cross, strict=True):
-            ids = [(apart if crosses else whole)[parts] for parts in of_prompt]
+        for conversation, crosses in zip(texts, all_cross, strict=True):
+            ids = [(apart if crosses else whole)[parts] for parts in conversation]
             responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
             encoded.append(Tokens(ids[0][0], responses, crosses))
         return encoded
 
     def _encode_after_text(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Tokenize each text as it is after another one; return token ids by text."""
-        found = {}
+        """Tokenize each text by itself, as if another text were before it; return token ids by text."""
+        encoded = {}
         for marker in MARKERS:
-            marked = self._encode((marker, text) for text in texts if text not in found)
+            marked = self._encode((marker, text) for text in texts if text not in encoded)
             # ids is None if a token has characters of the marker and of the text
-            found |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
-        return found | self(text for text in texts if text not in found)
+            encoded |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
+        # the remaining texts share a token with every marker
+        return encoded | self(text for text in texts if text not in encoded)
 
     def _encode(self, texts: Iterable[Parts]) -> dict[Parts, Ids | None]:
-        """Tokenize the distinct texts, and return for each the token ids of its parts.
-
-        They are None if a token lies in two parts.
-        """
+        """Tokenize each distinct text; return the token ids of its parts, or None if a token spans two parts."""
         distinct = list(dict.fromkeys(texts))
         if self.tokenizer.is_fast:
             with self._lock:
-                encoded = self._in_rust.encode(distinct)
+                encoded = self._parts_tokenizer.encode(distinct)
         else:
             encoded = {parts: self._encode_in_python(parts) for parts in distinct}
         for ids_of_parts in encoded.values():
@@ -156,7 +155,7 @@ class TextEncoder:
         return encoded
 
     def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raise InputError for a token id without an embedding, now and in later texts."""
+        """Raise InputError if a text so far has a token id without an embedding; later texts are checked as well."""
         self.n_embeddings = n_embeddings
         if self.largest_id >= n_embeddings:
             raise InputError(
@@ -167,8 +166,8 @@ class TextEncoder:
     def _encode_in_python(self, parts: Parts) -> Ids | None:
         """Tokenize a text with a tokenizer that gives no offsets.
 
-        Of two parts, the limit is known if the first one alone has the tokens with which the whole begins. Returns None
-        if it is not known, and for more parts.
+        Two parts can be told apart if the whole begins with the tokens of the first part alone. Returns None if it does
+        not, or if there are more parts.
         """
         first = self.tokenizer(parts[0], add_special_tokens=False)["input_ids"]
         ids = self.tokenizer("".join(parts), add_special_tokens=False)["input_ids"]
@@ -177,7 +176,7 @@ class TextEncoder:
         return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None
 
     @cached_property
-    def _in_rust(self) -> PartsTokenizer:
+    def _parts_tokenizer(self) -> PartsTokenizer:
         return PartsTokenizer(self.tokenizer)
 
 
@@ -190,31 +189,31 @@ class PartsTokenizer:
     def __init__(self, tokenizer: Any):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         settings |= {"post_processor": None, "truncation": None, "padding": None}
-        self._tokens = Tokenizer.from_str(json.dumps(settings))
-        self._tokens.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._tokenizer = Tokenizer.from_str(json.dumps(settings))
+        self._tokenizer.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         added = settings["added_tokens"]
-        # added tokens that take the spaces beside them into their offsets
+        # added tokens whose offsets include the spaces beside them
         self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
 
     def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
-        """Return for each text the token ids of its parts, or None if a token lies in two parts."""
+        """Return for each text the token ids of its parts, or None if a token spans two parts."""
         encoded = {}
-        encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
             positions = accumulate(map(len, parts[:-1]))
             limits = [self._find_limit(encoding, position, parts) for position in positions]
-            cuts = pairwise((0, *limits, len(encoding.ids)))
-            encoded[parts] = None if None in limits else [encoding.ids[i:j] for i, j in cuts]
+            spans = pairwise((0, *limits, len(encoding.ids)))
+            encoded[parts] = None if None in limits else [encoding.ids[i:j] for i, j in spans]
         return encoded
 
     def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
-        """Count the tokens before a position; None if one lies across it."""
+        """Count the tokens before a position in the text; None if a token spans the position."""
         offsets = encoding.offsets
         n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
         if n_before == 0 or offsets[n_before - 1][1] <= position:
             return n_before
-        # the last of these tokens ends after the position, perhaps only by the spaces that it takes
-        token = self._tokens.id_to_token(encoding.ids[n_before - 1])
+        # the last of these tokens ends after the position, perhaps only because its offsets include spaces
+        token = self._tokenizer.id_to_token(encoding.ids[n_before - 1])
         begin = "".join(parts).find(token, offsets[n_before - 1][0]) if token in self._stripping else -1
         if position <= begin:  # only such spaces are before the position
             return n_before - 1

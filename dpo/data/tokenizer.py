@@ -17,14 +17,14 @@ from dpo.settings.places import check_exists, find_local
 from dpo.system.host import go_offline_without_hub
 from dpo.system.plain_files import check_readable
 
-# shadows transformers' function, which writes the time at which something is rendered
+# the beginning of a macro that replaces transformers' function, which writes the time of rendering
 DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
 def explaining_load_errors(what: str, name: str):
     """Return a context that turns an error of loading `name` into an InputError.
 
-    `what` is what `name` names, such as "tokenizer". Raises InputError for a local path where nothing is.
+    `what` says what `name` is, such as "tokenizer". Raises InputError for a local path that does not exist.
     """
     path = find_local(name)
     check_exists(path)
@@ -65,31 +65,32 @@ def load_tokenizer(
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
         )
-        # settings of a wrong kind raise only when they are used
+        # values of a wrong type in the files raise only when they are used
         tokenizer.decode(tokenizer("a")["input_ids"], clean_up_tokenization_spaces=False)
         templates = tokenizer.chat_template or ""
         "".join(templates.values() if isinstance(templates, dict) else [templates])
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
-    name_tokens(tokenizer, name, cache_dir)
+    set_end_and_media_tokens(tokenizer, name, cache_dir)
     if chat is not None:
         bind_template(tokenizer, chat, date=chat.chat_template_date)
     return tokenizer
 
 
 class KeptTemplate(str):
-    """The value of `chat_template` of a run that was trained: the text itself as JSON, not the path of a file.
+    """The `chat_template` that an earlier run has saved: JSON of the template itself, not the path of a file.
 
-    It is null if the tokenizer had no template, and a mapping if it had several.
+    The JSON is null if the tokenizer had no template, and an object if it had several.
     """
 
 
 def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) -> None:
-    """Give a tokenizer a run's chat template, with the run's arguments and date bound to it.
+    """Set a tokenizer's chat template to the run's, with the run's arguments and date bound.
 
-    A call of `apply_chat_template` may still give other arguments. `date`, in ISO's form, is what `strftime_now` writes
-    in place of the time of rendering.
+    A call of `apply_chat_template` may override the arguments. `date`, in ISO format, is the day that `strftime_now`
+    writes in place of the time of rendering. Raises InputError for a template that cannot be read or is empty, for an
+    argument that it does not read, and for a wrong date.
     """
     if isinstance(chat.chat_template, KeptTemplate):
         tokenizer.chat_template = json.loads(chat.chat_template)
@@ -101,7 +102,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         if not tokenizer.chat_template.strip():
             raise InputError(f"chat_template={chat.chat_template} is empty: write a template into it")
-    template = tokenizer.unbound_template = tokenizer.chat_template  # what a run keeps
+    template = tokenizer.unbound_template = tokenizer.chat_template  # what a run saves
     arguments = ""
     for name, value in sorted(chat.chat_template_args.items()):
         if not re.search(rf"\b{re.escape(name)}\b", str(template)):
@@ -111,17 +112,17 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             )
         arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_json(value)} %}}{{%- endif %}}"
     if arguments:
-        arguments = f"{{%- set null = none %}}{arguments}"  # JSON is Jinja but for its null
+        arguments = f"{{%- set null = none %}}{arguments}"  # Jinja reads JSON, except for null
     date_macro = "" if date is None else _write_date_macro(date)
 
     def bind(text: str) -> str:
-        before = arguments
+        bound = arguments
         if "strftime_now" in text:
-            before = date_macro + arguments
-        # Jinja drops a newline after a block, so the blocks end with an empty output
-        return f"{before}{{{{- '' }}}}{text}" if before else text
+            bound = date_macro + arguments
+        # Jinja drops a newline after a block, so an empty output separates the blocks from the template
+        return f"{bound}{{{{- '' }}}}{text}" if bound else text
 
-    if isinstance(template, dict):  # a tokenizer may have a template of its own for tools
+    if isinstance(template, dict):  # templates by name; one may be for messages with tools
         tokenizer.chat_template = {name: bind(text) for name, text in template.items()}
     elif template:
         tokenizer.chat_template = bind(template)
@@ -132,19 +133,21 @@ def _write_json(value: Any) -> str:
 
 
 def _write_date_macro(date: str) -> str:
-    """Write a macro that replaces each directive of a format, whatever the template's call looks like."""
+    """Write a Jinja macro that replaces each directive in its argument, so a template may compute the format."""
     with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is not a date: {why}")):
         day = datetime.fromisoformat(date)
     directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
+    # %% becomes a placeholder first, and a percent sign last, so that %%d is not read as a directive
     texts = {"%%": "\0"} | {directive: day.strftime(directive) for directive in directives} | {"\0": "%"}
     filters = "".join(f" | replace({_write_json(old)}, {_write_json(new)})" for old, new in texts.items())
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
-def name_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
+def set_end_and_media_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
     """Set a tokenizer's `end_tokens`, which end an answer, and `media_tokens`, for images, video and audio.
 
-    Both list strings of tokens, as the tokenizer and the model's config name them. Without a config, nothing is set.
+    Both are lists of the strings of tokens, which the tokenizer and the model's config name. Without a config, nothing
+    is set.
     """
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
@@ -175,7 +178,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
     if in_python or ("strftime_now" in template and DATE_MACRO not in template):
         return None
-    # settings outside the backend, such as split_special_tokens, show in the ids of the added tokens
+    # the ids of the added tokens show settings outside the backend, such as split_special_tokens
     added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
     made_of = (
         transformers.__version__,

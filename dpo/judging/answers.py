@@ -25,15 +25,15 @@ from dpo.settings.places import Source
 from dpo.system.plain_files import JsonLinesStore
 
 ANSWERS = "answers.jsonl"
-ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # how that file begins, as a pattern
-ANSWER_FORM = {"answer": str, "tokens": list, "ended": bool}
+ANSWER_MARK = r'\{"key": "\w{16}", "model": '  # pattern of the beginning of this file
+ANSWER_FORM = {"answer": str, "tokens": list, "ended": bool}  # what each of its lines has
 
 
 class Pair(NamedTuple):
-    """Two answers to a prompt; a verdict says how good the first is beside the second."""
+    """Two answers to a prompt, for a judge to compare; the score in a `Verdict` is the first answer's."""
 
     prompt: Prompt
-    question: str  # the prompt for readers
+    question: str  # the prompt as people and judges read it
     first: Answer
     second: Answer
 
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 def hash_texts(*texts: str) -> str:
-    """Return 16 hex digits that stand for these texts in the files of an evaluation."""
+    """Return 16 hex digits that identify these texts in the files of an evaluation."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
@@ -51,31 +51,30 @@ def hash_texts(*texts: str) -> str:
 
 
 def load_prompts(model: LoadedModel, options: Namespace) -> list[Prompt]:
-    """Return a random sample of at most `options.limit` prompts, by `options.seed`, in their original order.
+    """Return a random sample of at most `options.limit` prompts, drawn with `options.seed`, in their original order.
 
-    They come from the file `--prompts` (docs/formats.md) or, without it, from the prompts that the model's run held
-    out.
+    They are from the file `--prompts` (docs/formats.md) or, without it, the test prompts of the model's run.
     """
     file = options.prompts
     if file is not None:
         rows = load_rows(Source(file), "test")
         # With chat="never" the template renders chats of messages, but prompts that are texts stay as written. With
-        # trains_on="prompts" a record may have a prompt alone; responses are read too, for `list_labelled`.
+        # trains_on="prompts" a record needs no responses, but those that it has are read, for `list_labelled`.
         data = get_custom(rows, file, model.tokenizer, name="prompts", trains_on="prompts", chat="never")
         prompts: Any = list(number_prompts([("prompts", data)], keep_all=True))
     elif model.path.run_dir is None:
         raise InputError(f"{model.path.name} is not a run, so it held out no prompts: pass --prompts FILE")
     else:
-        # A dry run leaves no table behind. No code of a model's repository is run here, even if the command allows it.
+        # A dry run writes no table. No code of a model's repository is run here, even if the command allows it.
         plan = model.path.plan.change("dry_run", True).change("model.trust_remote_code", False)
         with explaining(InputError, lambda why: InputError(f"the run's data cannot be read: {why}; or pass --prompts")):
             prompts = load_data(plan, silent=True).test
-    chosen = np.random.default_rng(options.seed).permutation(len(prompts))[: options.limit]
-    return [prompts[int(i)] for i in sorted(chosen)]
+    sampled = np.random.default_rng(options.seed).permutation(len(prompts))[: options.limit]
+    return [prompts[int(i)] for i in sorted(sampled)]
 
 
 def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
-    """List the first pair of each prompt that has one, the chosen response first."""
+    """Return the first pair of each prompt that has one in the data; `Pair.first` is the chosen response."""
     pairs = []
     for prompt in prompts:
         texts = prompt.texts(0)
@@ -91,16 +90,16 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
 
 
 def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_new: int) -> TokenIds | None:
-    """Encode a prompt for a model: its text as in training, if that was made with the model's own tokenizer.
+    """Return a prompt's token ids for a model, or None if prompt and `n_new` tokens exceed the model's positions.
 
-    `tokenizer` is the one that the text was made with, or None. If it is not the model's, the prompt's messages are
-    written in the model's form. Returns None if the prompt and `n_new` tokens exceed the model's positions. Raises
-    InputError for a prompt that cannot be written.
+    `tokenizer` is the one that the prompt's text was made with, or None. If it is the model's own, the text is encoded
+    as in training; else the prompt's messages are written in the form of the model's prompts. Raises InputError if this
+    form cannot express them.
     """
     text = prompt.text
     if tokenizer is not model.tokenizer:
         with naming(f"the prompt {prompt.written[:80]!r}"):
-            text = model.write(prompt.messages or make_chat(prompt, "")[:-1])
+            text = model.write(prompt.messages or make_chat(prompt, "")[:-1])  # without the empty answer
     with suppress(InputError):
         return model.encode(text, n_new=n_new)
     return None
@@ -115,10 +114,10 @@ def draw_answers(
     *,
     batch_size: int,
 ) -> list[Answer]:
-    """Return an answer to each prompt, either from the folder's file or drawn now and added to it.
+    """Return an answer to each prompt, either from the file ANSWERS in `folder` or drawn now and added to that file.
 
-    `encoded` has the prompts' token ids. The longest prompts are answered first, so that memory runs out at once or
-    never.
+    `encoded` has the prompts' token ids. The longest prompts are answered first: if memory is too small, this shows
+    at once.
     """
     store = JsonLinesStore(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model

@@ -1,4 +1,4 @@
-"""Judges, which say of two answers to a prompt whether the first or the second is better."""
+"""Judges, which decide which of two answers to a prompt is better."""
 
 import json
 import random
@@ -18,16 +18,16 @@ from dpo.system.host import choose_device
 from dpo.system.plain_files import has_form, read_text
 
 QUESTION_FOLDER = Path(__file__).parent / "templates"
-# This matches the end of a line with a verdict: the winner, and perhaps a reason. A and B must be capitals, as "a" is
-# also an article.
+# This pattern matches the end of a line with a verdict: the winner, and perhaps a reason. A and B must be capitals, as
+# "a" is also an article.
 VERDICT_END = (
     r"[^\w\n]*(?i:(?:answer|response|summary) )?(A|B|(?i:(?:a )?tie|neither))"
     r"[^\w\n]*(?:\([^)\n]*\)|(?:because|as|since) .*)?[^\w\n]*$"
 )
 VERDICT_LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
 LABELLED_VERDICT = re.compile(rf"{VERDICT_LABELS}[\w ]*[^\w\n]*:{VERDICT_END}", re.MULTILINE)
-SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # for the answer that is shown as A
-SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # what people choose, as the score of the answer on the left
+SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # of the answer that is shown as A, by winner
+SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # of the answer on the left, by what people choose
 
 
 class Verdict(NamedTuple):
@@ -43,7 +43,7 @@ Judge = Callable[[list[Pair]], list[Verdict]]
 
 
 def make_scoring_judge(**online: Any) -> Judge:
-    """Make a judge that scores each answer, so that the higher score wins.
+    """Make a judge that scores each answer; the answer with the higher score wins.
 
     `online` has keys of the config's section `online`, which name a reward model or a function of the user.
     """
@@ -68,7 +68,7 @@ def make_scoring_judge(**online: Any) -> Judge:
 
 
 def make_server_judge(server: Server, template: str) -> Judge:
-    """Make a judge that asks a server about each pair in both orders, and makes one verdict of the two replies."""
+    """Make a judge that asks a server about each pair in both orders, and combines the two replies to one verdict."""
 
     def judge(pairs: list[Pair]) -> list[Verdict]:
         questions = [_fill_in(template, pair.question, pair.first, pair.second) for pair in pairs]
@@ -82,12 +82,12 @@ def make_server_judge(server: Server, template: str) -> Judge:
 def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
     texts = {"prompt": question, "a": a.text.strip(), "b": b.text.strip()}
     # All fields are replaced at once, as a question or an answer may itself contain {a}.
-    return re.sub(r"\{(prompt|a|b)\}", lambda found: texts[found[1]], template)
+    return re.sub(r"\{(prompt|a|b)\}", lambda field: texts[field[1]], template)
 
 
 def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
-    """Combine the replies on a pair that was shown in its order, and reversed."""
-    scores = []  # for the answer that was shown as A
+    """Make a verdict on a pair from the replies to its two orders; its score is None if a reply names no winner."""
+    scores = []  # of the answer that was shown as A, by reply
     for reply in (in_order, reversed_):
         if isinstance(reply, Exception):
             return Verdict(None, reason=str(reply))
@@ -102,18 +102,18 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
 
 
 def read_verdict(reply: str) -> float | None:
-    """Return the score of answer A, by the last labelled line or else the last line; None if neither names a winner."""
+    """Return answer A's score from the last labelled verdict, or else the last line; None if neither names a winner."""
     winners = LABELLED_VERDICT.findall(reply) or re.findall(f"^{VERDICT_END}", reply.strip().rpartition("\n")[2])
     return SCORES[winners[-1].lower()] if winners else None
 
 
 def read_template(name: str) -> str:
-    """Read one of our templates by name, or a file. Raises InputError if it lacks a place for one of the texts."""
+    """Read one of our templates by name, or a file. Raises InputError if it lacks the field of one of the texts."""
     ours = {file.stem: file for file in sorted(QUESTION_FOLDER.glob("*.txt"))}
     problem = f"--template {name} is neither a file nor one of {', '.join(ours)}"
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
         text = read_text(ours.get(name, Path(name).expanduser()))
-    if missing := [place for place in ("{prompt}", "{a}", "{b}") if place not in text]:
+    if missing := [field for field in ("{prompt}", "{a}", "{b}") if field not in text]:
         raise InputError(f"--template {name} lacks {', '.join(missing)}, where the texts are to be")
     return text
 
@@ -122,14 +122,14 @@ def read_template(name: str) -> str:
 
 
 def is_shown_swapped(pair: Pair) -> bool:
-    """Whether people see the second answer on the left: by chance, but always the same for a pair."""
+    """Whether people see the second answer on the left; this is random, but always the same for a pair."""
     return random.Random(f"blind {pair.id}").random() < 0.5
 
 
 def read_verdicts(file: str) -> dict[str, dict]:
-    """Read verdicts by the id of their pair: {"pair": ID, "better": "left", "right" or "tie"} in each line.
+    """Read verdicts, {"pair": ID, "better": "left", "right" or "tie"} in each line; return them by the pair's id.
 
-    Those that people save on a page also have `drawn`, the options with which the answers were drawn.
+    Verdicts that people save on a page also have `drawn`, the options with which the answers were drawn.
     """
     verdicts = {}
     with explaining(OSError, lambda why: InputError(f"--judge verdicts:{file} cannot be read: {why}")):
@@ -139,8 +139,8 @@ def read_verdicts(file: str) -> dict[str, dict]:
             verdict = {"drawn": {}, **json.loads(line)}
         except (ValueError, TypeError, RecursionError):
             verdict = {}
-        is_whole = has_form(verdict, {"pair": str, "better": str, "drawn": dict})
-        if not is_whole or verdict["better"] not in SIDE_SCORES:
+        is_complete = has_form(verdict, {"pair": str, "better": str, "drawn": dict})
+        if not is_complete or verdict["better"] not in SIDE_SCORES:
             wanted = '{"pair": ID, "better": "left"}, or "right" or "tie"'
             raise InputError(f"line {number} of {file} is not a verdict: write {wanted}")
         verdicts[verdict["pair"]] = verdict
@@ -148,7 +148,7 @@ def read_verdicts(file: str) -> dict[str, dict]:
 
 
 def make_file_judge(file: str) -> Judge:
-    """Make a judge that looks up the verdicts of a file; pairs that the file lacks get none."""
+    """Make a judge that looks up verdicts in a file; pairs that the file lacks get a verdict without a score."""
     saved = read_verdicts(file)
 
     def judge(pairs: list[Pair]) -> list[Verdict]:

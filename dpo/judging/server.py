@@ -19,18 +19,18 @@ from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import JsonLinesStore
 
 KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the value of the first that is set is sent
-# These are the addresses of this machine; other names may lead elsewhere when they are looked up again.
+# Only these addresses surely mean this machine: another name may mean another host the next time it is looked up.
 THIS_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:|/|$)", re.IGNORECASE)
 N_TRIES = 4
 WAIT_SECS = 1.0  # doubles with each try
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # statuses after which another try may succeed
-REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # how the file of replies begins
-# A call may raise these, and so may reading a reply of another form.
+REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # pattern of the beginning of the file of replies
+# A call may raise these, and so may reading a reply that does not have the expected form.
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
 
 
 class _NoRedirects(HTTPErrorProcessor):
-    """Returns each response as it comes; a redirect could send the key to another host."""
+    """Returns every response as it is; following a redirect could send the key to another host."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -41,7 +41,7 @@ class _NoRedirects(HTTPErrorProcessor):
 class Server:
     """Asks a server one question per call, with several calls at a time.
 
-    Replies are kept in a file, so that an interrupted evaluation goes on where it was.
+    Replies are saved in the file `cache`, so that an interrupted evaluation continues where it was.
     Raises InputError if the server cannot be used at all.
     """
 
@@ -51,15 +51,15 @@ class Server:
         self.timeout = timeout
         self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
         keys = [os.environ.get(name, "").strip() for name in KEY_VARIABLES]
-        self._key = next(filter(None, keys), "")  # "" without any
+        self._key = next(filter(None, keys), "")  # "" if none is set
         variables = " or ".join(KEY_VARIABLES)
         if not re.fullmatch("[!-~]*", self._key):  # a header cannot hold other characters
             raise InputError(f"the key in {variables} has a space, line break or the like: set it without")
-        REMEMBERED.add(self._key)
+        REMEMBERED.add(self._key)  # so that `redact` removes it from texts
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: set the key in JUDGE_API_KEY instead")
         handlers = [_NoRedirects()]
-        if THIS_MACHINE.match(self.url):  # a proxy would be sent key and questions, and would answer
+        if THIS_MACHINE.match(self.url):  # a proxy would get key and questions, and would answer itself
             handlers.append(ProxyHandler({}))
         elif self._key and not self.url.lower().startswith("https://"):
             raise InputError(f"--judge {url} would send the key of {variables} unencrypted: use an https URL")
@@ -72,8 +72,8 @@ class Server:
                 self.model = self._request("/models")["data"][0]["id"]  # the first that the server names
 
     def ask_all(self, questions: list[str]) -> list[str | Exception]:
-        """Return the reply to each question, or the error that tells why there is none."""
-        # Two calls come first: an error that makes both fail would make all others fail too.
+        """Return the reply to each question, or the error that prevented it."""
+        # Two calls are made first: what makes both fail would probably make all others fail too.
         first = [self._ask(question) for question in questions[:2]]
         if all(isinstance(reply, Exception) for reply in first):
             raise InputError(f"--judge {self.url} does not answer: {first[0]}")
@@ -85,7 +85,7 @@ class Server:
             pool.shutdown(cancel_futures=True)  # no further call begins after Ctrl-C
 
     def _ask(self, question: str) -> str | Exception:
-        """Return the reply to a question, kept or new, or the error that tells why there is none."""
+        """Return the reply to a question, saved or new, or the error that prevented it."""
         key = hash_texts(self.url, self.model, question)
         if key not in self._replies.lines:
             message = {"role": "user", "content": question}
@@ -100,9 +100,9 @@ class Server:
         return self._replies.lines[key]["reply"]
 
     def _request(self, path: str, body: Any = None) -> Any:
-        """Return the JSON that the server sends for a path: by POST with a body, else by GET.
+        """Return the JSON that the server sends for a path: by POST if there is a body, else by GET.
 
-        Tries again while the server is busy or cannot be reached; raises one of ERRORS if that does not help.
+        Makes up to N_TRIES tries while the server is busy or cannot be reached, then raises one of ERRORS.
         """
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -110,7 +110,7 @@ class Server:
         request = Request(self.url + path, body and json.dumps(body).encode(), headers)
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
-            status = 503  # as if busy, unless a reply has another status
+            status = 503  # a call without a reply counts as busy
             try:
                 status, content = self._fetch(request)
                 if status // 100 == 2:
@@ -127,15 +127,15 @@ class Server:
     def _fetch(self, request: Request) -> tuple[int, bytes]:
         """Return status and content of a reply.
 
-        The call is made in a thread, which is abandoned when the time is up: a server may send a byte at a time
-        forever.
+        The socket's timeout does not limit a reply that arrives byte by byte, so the call is made in a thread, which is
+        abandoned when the time is up.
         """
         future = Future()
 
         def work() -> None:
             try:
                 with self._opener.open(request, timeout=self.timeout) as response:
-                    future.set_result((response.status, response.read(2**24)))  # what comes after is not read
+                    future.set_result((response.status, response.read(2**24)))  # the rest of a longer reply is not read
             except Exception as error:
                 future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""Win rates from verdicts on two models, also at equal lengths, and the differences that the sample could show."""
+"""Win rates from verdicts on two models, also at equal lengths, and how small a difference the sample could show."""
 
 import math
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from dpo.numbers import count, percent
 
 N_RESAMPLES = 10_000  # bootstrap samples; a tenth of them where a model is fitted to each, which takes longer
 FEWEST_FOR_LENGTH = 100  # with fewer prompts, no length-controlled win rate is reported
-FEWEST_ON_A_SIDE = 0.1  # the same, for the share of prompts on which either model's answer is longer
+FEWEST_ON_A_SIDE = 0.1  # nor is one if a model has the longer answer on a smaller share of prompts
 SMALLEST_SHOWN = 0.1  # a win rate's difference from one half that users should be able to see
-DETECTABLE = 1.96 + 0.84  # standard errors that a test at 5 % finds in 80 % of samples
+DETECTABLE = 1.96 + 0.84  # a test at 5 % finds a difference of this many standard errors in 80 % of samples
 
 
 class Rate(NamedTuple):
@@ -32,20 +32,20 @@ class Summary(NamedTuple):
     ties: int  # also where the two orders of the answers gave different winners
     losses: int
     rate: Rate
-    smallest: float  # difference from one half that the sample could show
-    missing: int  # prompts with which it could show a difference of SMALLEST_SHOWN
-    controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's answers are all longer
+    smallest: float  # the smallest difference from one half that the sample could show
+    missing: int  # further prompts that it would take to show a difference of SMALLEST_SHOWN
+    controlled: Rate | None  # at equal lengths; None with too few prompts, or if one model's are nearly all longer
 
     def describe(self, name: str, other: str) -> str:
         """Say in sentences how often each model wins, and how small a difference this many prompts can show."""
         counts = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{counts} against {other}: win rate {self.rate}. "
-        more = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
+        needed = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
         if self.n < FEWEST:
-            return f"{text}That is too few to say much; {more} from 50 %."
+            return f"{text}That is too few to say much; {needed} from 50 %."
         text += f"This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
         if self.missing:
-            text += f"; {more}"
+            text += f"; {needed}"
         if self.controlled is None:
             needs = f"{FEWEST_FOR_LENGTH} prompts, on some of which each model has the longer answer"
             return f"{text}. No length-controlled rate, which needs {needs}."
@@ -55,7 +55,7 @@ class Summary(NamedTuple):
 def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> Summary:
     """Summarize the verdicts on N prompts.
 
-    `scores` (N) are 1 for a win, 0.5 for a tie and 0 for a loss; `lengths` (N) those of both answers, in characters.
+    `scores` (N) are 1 for a win, 0.5 for a tie and 0 for a loss; `lengths` (N) are both answers' lengths in characters.
     """
     values = np.array(scores, dtype=float)
     generator = np.random.default_rng(0)
@@ -65,7 +65,8 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
     controlled = None
     differences = np.array([first - second for first, second in lengths], dtype=float)
     rarer_side = min((differences > 0).mean(), (differences < 0).mean())
-    # One side that is always longer cannot be told from a better one; equal lengths need no control.
+    # If one model's answers are nearly always longer, the effect of length cannot be told from the model's quality. If
+    # all lengths are equal, there is no such effect.
     if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
         controlled = find_controlled_rate(values, differences, generator)
     return Summary(
@@ -101,7 +102,7 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
     n = len(values)
     inputs = np.ones((n, 2))  # for intercept and slope
     inputs[:, 1] = np.tanh(differences / (differences.std() or 1.0))
-    # The penalty is in units of one prompt's log-likelihood. Its first entry keeps the intercept finite if all verdicts
+    # An L2 penalty, in units of one prompt's log-likelihood. Its first entry keeps the intercept finite if all verdicts
     # are equal.
     penalty = np.diag([1e-3, 0.1])
 
@@ -116,7 +117,7 @@ def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator:
             gradient = inputs.T @ (weights * (values - predicted)) - penalty @ solution
             curvature = (inputs * (weights * predicted * (1 - predicted))[:, None]).T @ inputs + penalty
             step = np.linalg.solve(curvature, gradient)
-            solution += step * min(1.0, 2 / float(np.abs(step).max() or 1.0))  # long steps could overshoot
+            solution += step * min(1.0, 2 / float(np.abs(step).max() or 1.0))  # longer steps could overshoot
         return 1 / (1 + float(np.exp(-solution[0])))  # the intercept alone: the length difference is 0
 
     resampled = [fit(generator.multinomial(n, np.full(n, 1 / n))) for _ in range(N_RESAMPLES // 10)]

@@ -20,14 +20,17 @@ RESPONSE_ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for ro
 
 
 class PairOptions(TypedDict, total=False):
-    """Options that losses of pairs share (`config/loss/options/`); all but the first and last need a reference."""
+    """Options that losses of pairs share (`config/loss/options/`).
+
+    All but `sft_weight` and `offset_by_margin` need a reference.
+    """
 
     sft_weight: formulas.Weight
     wpo: bool
     ld_alpha: formulas.Fraction
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"]
     f_alpha: formulas.OpenFraction
-    offset_by_margin: bool  # a formula subtracts the margin itself, which is `Scores.offset`
+    offset_by_margin: bool  # formulas subtract the margin of the data, which is `Scores.offset`
 
 
 SHARED = tuple(get_type_hints(PairOptions))
@@ -47,7 +50,7 @@ class Loss:
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
     # Whether the loss depends only on the difference of the log-ratios, as the derivation of f_divergence assumes.
     margin_only: bool = True
-    # A loss that compares the examples of a batch has this: (scores of the global batch, **options) -> values, (B, k).
+    # For a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k).
     batch_statistic: Callable | None = None
     # Whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt.
     mismatched: bool = False
@@ -79,7 +82,7 @@ class Loss:
     @property
     def can_be_mixed(self) -> bool:
         """Return whether `loss=mix` may contain it: it trains a policy on single pairs or targets."""
-        is_independent = self.fn is not None and self.batch_statistic is None  # without other losses or examples
+        is_independent = self.fn is not None and self.batch_statistic is None  # needs no other losses or examples
         return is_independent and not self.scalar_head and self.trains_on in ("pairs", "targets")
 
     @property
@@ -89,7 +92,7 @@ class Loss:
 
     @property
     def needs_squares(self) -> bool:
-        """Return whether it needs the squares of `Scores`, from which WPO's weights of examples are computed."""
+        """Return whether it needs `Scores.chosen_squares` and `rejected_squares`, for WPO's weights of examples."""
         return self.shared.get("wpo", False)
 
     @property
@@ -146,7 +149,7 @@ class Loss:
 
 
 def find_loss(loss_config: Mapping) -> Loss:
-    """Return the loss that the section `loss` of a config names, with its options, and a mix with its parts."""
+    """Return the loss that the section `loss` of a config names, with its options; a mix also has its parts."""
     options = dict(loss_config)
     name = options.pop("name")
     shared = {key: options.pop(key) for key in SHARED if key in options}

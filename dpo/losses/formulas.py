@@ -140,7 +140,7 @@ def _log_sigmoid(x: Tensor) -> Tensor:
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """Compute the logistic loss of a margin, averaged over labels, of which `label_smoothing` are flipped."""
+    """Compute the logistic loss of a margin, averaged over labels of which the share `label_smoothing` is flipped."""
     return -(1 - label_smoothing) * _log_sigmoid(margin) - label_smoothing * _log_sigmoid(-margin)
 
 
@@ -224,7 +224,7 @@ def simpo(scores: Scores, *, beta: Positive, gamma: float) -> Losses:
 
 
 def orpo(scores: Scores, *, beta: Positive) -> Losses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7); beta is the paper's lambda, and odds are of means over tokens."""
+    """ORPO (arXiv 2403.07691, eq. 6 and 7); beta is the paper's lambda, and odds are of mean log-probabilities."""
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
     return Losses(-chosen - beta * _log_sigmoid(log_odds_ratio))

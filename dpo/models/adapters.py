@@ -1,4 +1,7 @@
-"""LoRA adapters (arXiv 2106.09685), and their files in PEFT's format: `policy` is trained, `reference` is frozen."""
+"""LoRA adapters (arXiv 2106.09685), and their files in PEFT's format.
+
+The adapter named `policy` is trained; the one named `reference`, if there is one, is frozen.
+"""
 
 import json
 import math
@@ -27,11 +30,12 @@ from dpo.system.plain_files import check_readable, read_json
 
 POLICY = "policy"
 REFERENCE = "reference"
-AUTO = (["auto"], ["all-linear"])  # all linear layers but the head; the second name is PEFT's
+AUTO = (["auto"], ["all-linear"])  # targets: all linear layers but the head; the second name is PEFT's
 WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 # Keys of PEFT's config that `read_adapter` reads, that do not change what a trained adapter computes, or that name the
-# adapted layers, which the file of weights names too. Others are refused.
+# adapted layers, which the file of weights names too. Any other key is refused, unless its value is empty or PEFT's
+# default.
 KNOWN_KEYS = (
     "r",
     "lora_alpha",
@@ -47,7 +51,7 @@ KNOWN_KEYS = (
     "layers_pattern",
     "fan_in_fan_out",
 )
-SAVED_HEADS = {HEAD, "classifier"}  # names of scalar heads that PEFT saves with an adapter; a model has one of them
+SAVED_HEADS = {HEAD, "classifier"}  # scalar heads in PEFT's `modules_to_save`: it lists both, although a model has one
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
@@ -57,14 +61,14 @@ FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 def read_adapter(directory: Path) -> tuple[dict, Tensors]:
     """Read an adapter's config, and its weights by their names in the model.
 
-    Raises InputError if the adapter is damaged, or more than LoRA and a scalar head.
+    Raises InputError if the adapter is damaged, or has more than LoRA and a scalar head.
     """
     unsupported = []
     with explaining_adapter(directory):
         check_readable(directory / WEIGHTS)
         config = read_json(directory / CONFIG)
         stored = load_file(directory / WEIGHTS)
-        silence_bitsandbytes()
+        silence_bitsandbytes()  # imported by PEFT
         with needing("peft"):
             import peft  # not at the top, as importing it takes a second, and most runs read no adapter
 
@@ -76,14 +80,14 @@ def read_adapter(directory: Path) -> tuple[dict, Tensors]:
         for key, value in sorted(config.items()):
             if not value or value == defaults.get(key) or key in KNOWN_KEYS:
                 continue
-            if key == "init_lora_weights" and value == "gaussian":  # others, such as "pissa", change the base
+            if key == "init_lora_weights" and value == "gaussian":  # other methods, such as "pissa", change the base
                 continue
             if key == "modules_to_save" and SAVED_HEADS.issuperset(value):
                 continue
             unsupported.append(f"{key}={value}")
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-    others = [name for name in weights if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
-    unsupported += sorted(others)[:3]
+    unknown_names = [name for name in weights if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
+    unsupported += sorted(unknown_names)[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
@@ -101,7 +105,10 @@ def _list_layers(names: Iterable[str]) -> list[str]:
 
 
 class AdaptedLayer(nn.Module):
-    """W x + alpha / r * B A dropout(x), with fewer operations than PEFT's layer, and no float32 copy of the input."""
+    """A linear layer with adapters, of which at most one is active: W x + alpha / r * B A dropout(x).
+
+    It takes fewer operations than PEFT's layer, and makes no float32 copy of the input.
+    """
 
     def __init__(self, base_layer: Any):
         super().__init__()
@@ -111,11 +118,11 @@ class AdaptedLayer(nn.Module):
         else:
             self.in_features = base_layer.in_features
             self.out_features = base_layer.out_features
-        self.lora_A: Any = nn.ModuleDict()  # modules by adapter, as the next two
+        self.lora_A: Any = nn.ModuleDict()  # modules by the adapter's name, as in the next two
         self.lora_B: Any = nn.ModuleDict()
         self.lora_dropout: Any = nn.ModuleDict()
-        self.scaling: dict[str, float] = {}  # alpha / r by adapter
-        self.in_use: str | None = None
+        self.scaling: dict[str, float] = {}  # alpha / r by the adapter's name
+        self.in_use: str | None = None  # the active adapter's name
 
     def add(
         self,
@@ -126,7 +133,7 @@ class AdaptedLayer(nn.Module):
         dropout: float,
         generator: torch.Generator,
     ) -> None:
-        """Add an adapter, whose A is drawn as PEFT does, and whose B is 0."""
+        """Add an adapter, not yet active; A is drawn as in PEFT, and B is 0, so it adds 0 to the output."""
         a = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         b = torch.zeros(self.out_features, r)
@@ -137,7 +144,7 @@ class AdaptedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         name = self.in_use
-        if name not in self.lora_A:  # no adapter is in use, or the one in use adapts other layers
+        if name not in self.lora_A:  # no adapter is active, or the active one adapts other layers
             return self.base_layer(x)
         x = x.to(find_compute_dtype(x.device.type, x.dtype))
         product = self.lora_A[name](self.lora_dropout[name](x))  # (..., r)
@@ -149,10 +156,10 @@ class AdaptedLayer(nn.Module):
 
 
 class FactorA(nn.Linear):
-    """An adapter's matrix A, in float32, whatever the input's dtype."""
+    """An adapter's matrix A, stored in float32, and cast to the input's dtype for each product."""
 
     def __init__(self, weight: Tensor):
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")  # its weight is replaced below
         self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +167,7 @@ class FactorA(nn.Linear):
 
 
 class FactorB(FactorA):
-    """An adapter's matrix B, which adds its scaled product to the base layer's output."""
+    """An adapter's matrix B; `forward` returns base + scale * x @ B.T, where `base` is the base layer's output."""
 
     def forward(self, x: Tensor, base: Tensor, scale: float) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -182,10 +189,11 @@ def add_adapter(
     seed: int = 0,
     source: str = "lora.target_modules",
 ) -> None:
-    """Freeze a model and add an active adapter in float32, which changes nothing yet.
+    """Freeze a model and add an active adapter in float32, which does not change the output yet.
 
-    `targets` are names of layers, or their ends, or "auto". A policy's adapter is trained, with a reward model's scalar
-    head. Raises InputError if a layer cannot be adapted; its message begins with `source`, which named the layers.
+    `targets` are names of layers, or ends of such names, or "auto". Only the parameters of the adapter `policy`, and a
+    reward model's scalar head with them, are trainable. Raises InputError if a layer cannot be adapted; the message
+    begins with `source`, the key or directory that names the layers.
     """
     targets = [targets] if isinstance(targets, str) else list(targets)
     layers = _find_targets(model, targets, source)
@@ -218,7 +226,7 @@ def add_adapter(
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     """List the full names of the layers that `targets` name; InputError if one is missing or cannot be adapted."""
-    # An adapted layer gives its name to its base layer, which comes last.
+    # The name of an adapted layer is mapped to its base layer, which `named_modules` lists after it.
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     if targets in AUTO:
         head = model.get_output_embeddings()
@@ -228,34 +236,35 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     missing = [end[1:] for end in ends if not any(f".{name}".endswith(end) for name in layers)]
     if missing or not targets:
         raise InputError(f"{source} names layers that are not in {type(model).__name__}: {', '.join(missing[:5])}")
-    found = [name for name in layers if f".{name}".endswith(ends)]
-    for name in found:
+    names = [name for name in layers if f".{name}".endswith(ends)]
+    for name in names:
         layer = layers[name]
-        if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:  # a merge would change both
+        # A merge into a layer that is tied to the embedding would change the embedding too.
+        if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:
             raise InputError(
                 f"{source} names a layer of class {type(layer).__name__} that is not linear, is the scalar head, or is "
                 f"tied to the embedding: leave it out"
             )
-    return found
+    return names
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer is linear; a subclass with another forward, such as Llama 4's routers, may not be."""
+    """Return whether a layer is linear; subclasses that override `forward`, such as Llama 4's routers, may not be."""
     return isinstance(layer, (Conv1D, Linear4bit)) or type(layer).forward is nn.Linear.forward
 
 
 def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
-    """Load stored weights into the adapter called `name`, which is added if the model has none.
+    """Load stored weights into the adapter `name`, which is added if the model lacks it.
 
-    Raises InputError if they do not fit.
+    Raises InputError if the weights do not fit the model.
     """
     config, stored = read_adapter(directory)
     size = (config["r"], config["lora_alpha"])
     weights = rename_layers(model, stored, to_checkpoint_class=False)
-    own = getattr(model, "adapter_configs", {}).get(name)
-    if own is None:
+    own_config = getattr(model, "adapter_configs", {}).get(name)
+    if own_config is None:
         add_adapter(model, *size, _list_layers(weights), name=name, source=str(directory))
-    elif size != (own["r"], own["lora_alpha"]):
+    elif size != (own_config["r"], own_config["lora_alpha"]):
         raise InputError(f"{directory} is an adapter of another size: set lora.r={size[0]} lora.alpha={size[1]}")
     parameters = adapter_weights(model, name)
     if HEAD_WEIGHT not in weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
@@ -274,9 +283,9 @@ def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:
 
 
 def adapter_weights(model: Any, name: str) -> Tensors:
-    """Map an adapter's parameters by their names without the adapter's name; empty if the model lacks the adapter.
+    """Return an adapter's parameters by name; empty if the model lacks the adapter.
 
-    A scalar head belongs to the policy's adapter.
+    The adapter's own name is left out, as in `q_proj.lora_A.weight`. A scalar head belongs to the policy's adapter.
     """
     ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
     weights = {}
@@ -290,7 +299,7 @@ def adapter_weights(model: Any, name: str) -> Tensors:
 
 
 def base_weights(model: Any) -> Tensors:
-    """Return the base's parameters and buffers, with the names from before layers were adapted."""
+    """Return the base's parameters and buffers, by the names that they had before layers were adapted."""
     weights = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" not in key:
@@ -300,10 +309,10 @@ def base_weights(model: Any) -> Tensors:
 
 @torch.no_grad()
 def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Tensors:
-    """Merge a stored adapter into a model, and return the weights.
+    """Merge a stored adapter into a model in place, and return all its weights by name.
 
-    Each sum is rounded once to the base's dtype, if that is `dtype` or None; else sums are in float32, for the caller
-    to round.
+    Each merged weight is rounded only once: here, if `dtype` is None or the base's own dtype. Otherwise it stays in
+    float32, and the caller rounds it to `dtype`.
     """
     load_adapter(model, directory)
     for layer in _adapted_layers(model):
@@ -317,7 +326,7 @@ def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Ten
 
 
 def weights_in_use(model: Any) -> list[Tensor]:
-    """List the base's weights, and the active adapter's unless it adds nothing."""
+    """List the base's weights, and the active adapter's unless its B is 0 in all layers."""
     # The buffers of a 4-bit base are left out, as they never change.
     weights = [parameter for key, parameter in model.named_parameters() if ".lora_" not in key]
     if layers := _adapted_layers(model):  # all have the same adapter in use
@@ -337,7 +346,7 @@ def seed_dropout(*numbers: int) -> None:
 
 
 def list_dropouts(model: Any) -> list[nn.Dropout]:
-    """List the adapted layers' dropout, if `lora.dropout` is above 0."""
+    """List the dropout modules of adapted layers; none if `lora.dropout` is 0."""
     return [
         module
         for layer in _adapted_layers(model)
@@ -352,7 +361,7 @@ def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
 
 
 def make_adapter_context(model: Any, name: str | None) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes a context in which the adapter `name` is active, or without one the base model.
+    """Return a function that makes a context in which the adapter `name` is active; None: the base model alone.
 
     When the context ends, the policy's adapter is active again.
     """
@@ -377,7 +386,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Count the parameters of all shards: the `trainable` ones, and the `total`.
+    """Count the `trainable` parameters and the `total`; a sharded parameter counts as a whole.
 
     The total includes 4-bit weights and a reference's adapter.
     """
@@ -389,13 +398,13 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def policy_part(model: nn.Module) -> ModelPart:
-    """Return the part of a checkpoint with a policy's adapter, or with all its weights."""
+    """Return the part of a checkpoint with a policy's adapter, or with all weights of a policy without one."""
     part = AdapterPart if adapter_weights(model, POLICY) else ModelPart
     return part("policy", model)
 
 
 class AdapterPart(ModelPart):
-    """A policy's adapter, also in PEFT's format."""
+    """The part of a checkpoint with a policy's adapter, for which PEFT's files are written too."""
 
     is_always_whole = True
 
@@ -404,7 +413,7 @@ class AdapterPart(ModelPart):
         return full_state({PREFIX + key: weight for key, weight in adapter_weights(self.source, POLICY).items()})
 
     def convert(self, state: Tensors) -> dict[str, bytes]:
-        """Make the files in PEFT's format, by name, with layers named as in the class of the base's checkpoint."""
+        """Return the contents of PEFT's files, by name; layers are named as in the class of the base's checkpoint."""
         config = dict(self.source.adapter_configs[POLICY])
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]

@@ -1,4 +1,4 @@
-"""Answers to prompts. Each is drawn with random numbers of its own, so it depends on its batch by rounding alone."""
+"""Answers to prompts. Each has random numbers of its own, so its batch changes an answer only by rounding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -72,12 +72,13 @@ def choose_sampling(
     *,
     chat: bool = False,
     max_new_tokens: int = 0,
-    **more: Any,
+    **fields: Any,
 ) -> Sampling:
-    """Choose each value: the one in `wanted`, else the generation config's, else a default.
+    """Choose temperature, top-p and top-k: the value in `wanted`, else the generation config's, else a default.
 
-    Nothing else of a generation config is used: penalties, for instance, would show another distribution than the
-    model's.
+    `wanted` has None for a value that the user did not set; `fields` are other fields of `Sampling`. Besides these
+    values, only the end tokens of a generation config are used: penalties, for instance, would show another
+    distribution than the model's.
     """
     config = model.generation_config
     chosen = dict(CHAT_DEFAULTS if chat else DEFAULTS)
@@ -91,12 +92,12 @@ def choose_sampling(
         max_new_tokens,
         **chosen,
         end_tokens=list_end_tokens(config, tokenizer),
-        **more,
+        **fields,
     )
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """List the ids of tokens that end an answer, first EOS, with which trained responses end."""
+    """List the ids of the tokens that end an answer; EOS, which ends responses in training, is the first."""
     published = generation_config.eos_token_id
     if not isinstance(published, list):
         published = [published]
@@ -113,8 +114,9 @@ def generate(
     *,
     in_step: bool = False,
 ) -> list[Answer]:
-    """Draw an answer to each prompt, by the prompt's number and `sampling.seed`.
+    """Generate an answer to each prompt.
 
+    The random numbers of an answer are seeded by `sampling.seed` and the answer's number in `numbers`.
     `in_step`: several processes hold shards of the model, so each continues until all have finished.
     """
     device = next(model.parameters()).device
@@ -134,7 +136,7 @@ def generate(
         uniform = np.stack([generator.random(sampling.max_new_tokens) for generator in generators])  # (B, new tokens)
         processors.append(partial(_draw_token, torch.from_numpy(uniform).to(device), n_prompt))
     own_config = model.generation_config
-    # None of its settings, such as penalties, may have an effect beside those of `sampling`.
+    # Settings of the model that are not in `sampling`, such as penalties, must have no effect.
     model.generation_config = transformers.GenerationConfig()
     try:
         with without_compilation(cache_implementation=sampling.cache_implementation):
@@ -154,9 +156,9 @@ def generate(
     answers = []
     for tokens in rows[:, n_prompt:].tolist():
         ends = [i for i, token in enumerate(tokens, start=1) if token in sampling.end_tokens]
-        kept = tuple(tokens[: ends[0]] if ends else tokens)  # padding follows the end token
-        text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        answers.append(Answer(text, kept, ended=bool(ends)))
+        token_ids = tuple(tokens[: ends[0]] if ends else tokens)  # padding follows the first end token
+        text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        answers.append(Answer(text, token_ids, ended=bool(ends)))
     return answers
 
 
@@ -178,7 +180,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
-    """Write a prompt's text as the model gets it, with CUT where text is missing, unless whole turns were left out."""
+    """Return a prompt's text as the model gets it, with CUT where text is missing, unless whole turns were left out."""
     if not example.prompt_is_truncated:
         return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
@@ -188,7 +190,10 @@ def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
 
 
 def write_turns(prompt: Prompt, text: str, tokenizer: Any) -> str:
-    """Write a prompt for readers, without control tokens: a chat's turns with roles, or `text` if it was truncated."""
+    """Return a prompt for readers, without control tokens: a chat's turns with roles, else `text`.
+
+    `text` is the prompt as the model gets it. If it is truncated, it replaces a chat's turns, too.
+    """
     if not prompt.messages or text != prompt.text:
         return compile_control(tokenizer).sub("", text).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

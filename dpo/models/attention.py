@@ -1,6 +1,7 @@
-"""Attention by segments on a GPU, and in bfloat16 on a CPU.
+"""Two attention functions for transformers: by segments on a GPU, and in bfloat16 on a CPU.
 
-On a CPU torch's kernel multiplies bfloat16 no faster than float32, and computes all columns whatever the mask.
+The second replaces torch's kernel, which on a CPU multiplies bfloat16 no faster than float32, and computes even the
+columns that the mask excludes.
 """
 
 import inspect
@@ -20,9 +21,9 @@ from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import is_cpu, is_gpu
 
-# torch 2.11 does not have this option, and groups heads without it
+# With this option, several query heads may share a key head. Torch 2.11 lacks it, and allows that anyway.
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux is for sinks
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux: attention sinks
 QUERIES_AT_ONCE = 96  # queries at a time on a CPU: their scores stay in the processor's cache
 
 # These are transformers' own functions; `choose_attention` replaces the second.
@@ -34,9 +35,9 @@ def find_attention(config: Any) -> str:
 
 
 def choose_attention(wanted: str) -> str | None:
-    """Return the `attn_implementation` for transformers, after making those of this module known to it.
+    """Register this module's attention with transformers, and return the `attn_implementation` to load a model with.
 
-    It is None for `sdpa`, so that Gemma 2, which lacks it, gets eager attention.
+    For "sdpa" that is None: transformers then uses sdpa, or eager attention for models without it, such as Gemma 2.
     """
     AttentionInterface.register(VARLEN, attend_by_segments)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
@@ -45,7 +46,10 @@ def choose_attention(wanted: str) -> str | None:
 
 
 def _use_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
-    """Decide as transformers does, except for float32 on GPUs: only torch's slowest kernel takes grouped heads."""
+    """Return whether torch gets grouped heads: fewer key heads than query heads, instead of a copy for each query head.
+
+    Transformers decides, except for float32 on GPUs, for which only torch's slowest kernel supports grouped heads.
+    """
     if is_gpu(key.device) and key.dtype == torch.float32:
         return False
     return _use_gqa_in_sdpa(mask, key, value)
@@ -63,10 +67,11 @@ def attend_by_segments(
     segments: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by `segments` in bfloat16 or float16; without them, as transformers' "sdpa".
+    """Attend by `segments` in bfloat16 or float16, or without segments as transformers' "sdpa".
 
-    With segments there is one row: query is (1, heads H, tokens L, D), key and value are (1, K, L, D), and the output
-    is (1, L, H, D). Raises InputError for layers that need more, such as a mask.
+    With segments there is one row: query is (1, heads H, tokens L, D), key and value are (1, key heads K, L, D), and
+    the output is (1, L, H, D). Attention weights are not returned. Raises InputError for a layer with a mask of its own
+    or another change of the scores.
     """
     has_own_mask = segments is not None and attention_mask.numel() != 1  # the usual mask is a dummy of one element
     if has_own_mask or any(kwargs.get(name) is not None for name in UNSUPPORTED):
@@ -109,13 +114,14 @@ def attend_in_bfloat16(
 ) -> tuple[Tensor, None]:
     """Attend in bfloat16 on a CPU, more than twice as fast as torch; leave all other cases to transformers' "sdpa".
 
-    The query is (rows R, heads H, tokens L, D), key and value (R, K, L, D), and the output (R, L, H, D).
+    The query is (rows R, heads H, tokens L, D), key and value (R, key heads K, L, D), and the output (R, L, H, D).
     """
     dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
-    # Packed rows have an additive mask; `masked_attention` computes no gradient of it.
+    # Packed rows have an additive mask; `masked_attention` computes no gradient for the mask.
     is_additive = attention_mask is not None and attention_mask.dtype != torch.bool
     has_fixed_mask = is_additive and not attention_mask.requires_grad
+    # Transformers passes `cache` in continuous batching.
     has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
     if not (is_cpu_bfloat16 and has_fixed_mask) or has_options:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
@@ -194,14 +200,18 @@ def _softmax(
     mask: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute probabilities, (R * H, queries, keys) in float32."""
+    """Compute probabilities, (R * H, queries, keys) in float32; the mask is (R or 1, 1, queries, keys)."""
     scores = (q @ k.mT).float().mul_(scale)
-    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)
+    # The view is (R, H, queries, keys), or (1, R * H, queries, keys) if all rows share a mask.
+    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
     return scores.softmax(-1)
 
 
 def _list_blocks(mask: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of QUERIES_AT_ONCE queries, each with the shortest slice that has all their keys."""
+    """Yield slices of QUERIES_AT_ONCE queries, each with the shortest slice of columns that has all their keys.
+
+    Queries without any key get all columns.
+    """
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), QUERIES_AT_ONCE):
         queries = slice(start, start + QUERIES_AT_ONCE)

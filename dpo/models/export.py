@@ -54,7 +54,8 @@ from dpo.system.plain_files import read_json, replacing, write_json
 from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
 SHARD_BYTES = 2 * 10**9
-# The card lists the settings that determine the weights, except a key that was set for the export, not for the run.
+# The card lists the settings that determine the weights, without `model.trust_remote_code`: it was set for the export,
+# not for the run.
 SETTINGS = {key for key, row in KEYS.items() if row.resume is ResumeRule.FIXED} - {"model.trust_remote_code"}
 SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
@@ -108,7 +109,7 @@ EXAMPLES = {
 
 
 class NeedsMerge(InputError):
-    """An adapter that can be exported if it is merged into its base."""
+    """An adapter cannot be exported unless it is merged into its base."""
 
 
 def export(
@@ -123,9 +124,9 @@ def export(
 ) -> Path:
     """Write a directory for transformers, or nothing if that fails, and return its path.
 
-    `checkpoint`, `plan` and `options` are those of `find_model`. An adapter stays one, unless `merge` is given;
-    `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported or
-    `out` is not empty, and RunError if writing fails.
+    `find_model` gets `checkpoint` as its path, `plan` as the run's plan, and `options`. An adapter is exported as an
+    adapter, unless `merge` is set. `verify` compares files with the checkpoint's checksums. Raises InputError if the
+    checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -141,7 +142,7 @@ def export(
         if merge:
             files.add(source.archive)
         for file in files - {None}:
-            if (file.parent / MANIFEST).exists():  # the reference implementation writes none
+            if (file.parent / MANIFEST).exists():  # the reference code writes none
                 shards = (path.name for path in list_shards(file))
                 check_complete(file.parent, only={file.name, CONFIG, WEIGHTS, *shards})
     problem = f"{out} could not be written, and nothing was left there"
@@ -157,7 +158,7 @@ def export(
 
 
 def describe_export(folder: Path) -> str:
-    """Name an export's directory and size; for float32 weights, also the command that halves the size."""
+    """Return a line with an export's directory and size, and for float32 weights the command that halves the size."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sentence = f"exported {folder} ({size / 1e9:,.3g} GB)"
     config = folder / "config.json"
@@ -167,9 +168,9 @@ def describe_export(folder: Path) -> str:
 
 
 def export_last(plan: Plan, rank: int) -> None:
-    """Export a complete run's last checkpoint into its folder EXPORTED, if `plan.run.export` is set and it is missing.
+    """Export a complete run's last checkpoint into its folder EXPORTED, if `plan.run.export` asks for that.
 
-    Every process must call it. A failure is only a warning.
+    A folder that exists is left as it is. Every process must call this function. A failure is only a warning.
     """
     if not plan.run.export or plan.run.debug:
         return
@@ -225,8 +226,8 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     state = drop_copies(model, _read_state(model, source, dtype))
     _copy_files(folder, source, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, source, model)
-    tensors = {}  # remain empty if weights cannot have the names of the base's files
-    # A reward model's head is not that of the files, and random weights may have nothing in common with them.
+    tensors = {}  # stays empty if weights cannot have the names in the base's files
+    # The base's files lack a reward model's head, and may have nothing in common with a model with random weights.
     if not source.scalar_head and not source.plan.model.random_init:
         tensors = _complete(model, state, read_weights(source), dtype)
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
@@ -247,23 +248,24 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         tensors = revert_weight_conversion(model, rounded)
     storages = set()
     for name, tensor in tensors.items():
-        # Safetensors refuses tensors with a shared storage, such as a tied weight that the base's files have twice, or
-        # one of several experts that are stored together.
+        # Safetensors refuses tensors that share a storage, such as a tied weight that the base's files have twice, or
+        # views of several experts in one tensor.
         storage = tensor.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
             tensors[name] = tensor.clone()
         storages.add(storage.data_ptr())
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
+    # If no dtype was asked for, the largest weight's dtype counts.
     dtype_name = str(dtype or max(state.values(), key=torch.numel).dtype).removeprefix("torch.")
     for part in (written, text):
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
-        if not state.keys().isdisjoint(model.all_tied_weights_keys):  # a head of its own, although the config ties it
+        if not state.keys().isdisjoint(model.all_tied_weights_keys):  # the head is separate, unlike in the config
             part["tie_word_embeddings"] = False
     spell_both_ways(text, config.get_text_config())
-    if not is_text_part(config):  # else the class has more parts than the one that was trained
+    if not is_text_part(config):  # else the base's class stays, as the export has the parts that were not trained too
         written["architectures"] = [type(model).__name__]
     written.pop("auto_map", None)
-    if model.is_remote_code():
+    if model.is_remote_code():  # copy the Python files of the config's and the model's class
         config.save_pretrained(folder)
         custom_object_save(model, folder, config=config)
         written["auto_map"] = config.auto_map
@@ -276,7 +278,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
 
 
 def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
-    """Read the trained weights, or merge the adapter; they are by names in `model`, and not yet rounded to `dtype`."""
+    """Return the trained weights, with an adapter merged, by their names in `model`; not yet rounded to `dtype`."""
     if source.adapter is None:
         return read_archive(source.archive, model)
     base_dtype = None
@@ -303,14 +305,14 @@ def _complete(
     stored: Tensors,
     dtype: torch.dtype | None,
 ) -> Tensors:
-    """Replace tensors of a base's files, `stored`, by the trained ones; empty if it is unclear which is which.
+    """Return `stored`, the tensors of a base's files, updated by the trained weights; empty if their names are unclear.
 
     With `dtype`, a tensor stays in float32 if the files have it in float32 among others in 16 bits.
     """
-    named = rename_weights(model, _round(model, state, dtype), stored)
-    if not named:
+    trained = rename_weights(model, _round(model, state, dtype), stored)
+    if not trained:
         return {}
-    complete = {**stored, **named}
+    complete = {**stored, **trained}
     if dtype is None:
         return complete
     is_in_16_bits = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in stored.values())
@@ -318,12 +320,13 @@ def _complete(
     for name, tensor in unrounded.items():
         if is_in_16_bits and stored[name].dtype == torch.float32:
             complete[name] = tensor
-        elif name not in named and tensor.is_floating_point():
+        elif name not in trained and tensor.is_floating_point():
             complete[name] = tensor.to(dtype)
     return complete
 
 
 def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:
+    """Copy those of the files that `source` has."""
     for file in files:
         if path := find_file(source, file):
             shutil.copyfile(path, folder / file)
@@ -346,7 +349,8 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     """Copy the tokenizer's files, and return the tokenizer.
 
     The files are changed if the run has another chat template, or if the pad token has no embedding. A reward model
-    always gets a pad token, which is a new one if no other token can pad. Other models get settings of generation.
+    gets a pad token, a new one if no other token can pad; an adapter gets none if the new one would have no embedding.
+    Other models also get a generation config.
     """
     name = source.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
@@ -359,7 +363,8 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     n_embeddings = model.get_input_embeddings().num_embeddings
     pad = _find_pad_token(tokenizer, n_embeddings)
     if source.scalar_head:
-        if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):  # an adapter adds no embedding
+        # A whole model can get an embedding for a new token; the base of an adapter must have one to spare.
+        if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         else:
             tokenizer.pad_token_id = pad
@@ -369,11 +374,12 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
     config = dict(published)
-    if type(tokenizer).__module__.startswith("transformers."):  # a class of transformers, not of the model's code
+    if type(tokenizer).__module__.startswith("transformers."):  # not the model's own code
         config.pop("auto_map", None)
     else:
         custom_object_save(tokenizer, folder, config=config)
-    if tokenizer.chat_template != template or isinstance(template, dict):  # else it is in the files
+    # A template that did not change is in the copied files, but a dict of several may be in a folder, not copied.
+    if tokenizer.chat_template != template or isinstance(template, dict):
         tokenizer.save_chat_templates(folder, config, None, save_jinja_files=True)
     if tokenizer.pad_token != pad_token:
         config["pad_token"] = tokenizer.pad_token
@@ -381,7 +387,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
         if legacy.exists():
             write_json(legacy, read_json(legacy) | {"pad_token": tokenizer.pad_token})
     fast = folder / "tokenizer.json"
-    if len(tokenizer) > n_tokens and fast.exists():  # other tokenizers add what `pad_token` names
+    if len(tokenizer) > n_tokens and fast.exists():  # other tokenizers add the token that `pad_token` names
         token = {"id": tokenizer.pad_token_id, "content": tokenizer.pad_token, "special": True}
         token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         content = read_json(fast)
@@ -394,11 +400,11 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
 
 
 def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) -> None:
-    """Write the base's settings of generation, with the trained end token as the first of all end tokens."""
+    """Write the base's generation config, with the trained end token as the first of all end tokens."""
     published = load_generation_config(source)
     file = find_file(source, "generation_config.json")
     values = read_json(Path(file)) if file else published.to_diff_dict()
-    values.pop("_from_model_config", None)  # with it transformers would make the file anew
+    values.pop("_from_model_config", None)  # with it transformers would derive the settings from the model's config
     values["eos_token_id"] = list_end_tokens(published, tokenizer)
     pad = tokenizer.pad_token_id
     values["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
@@ -409,12 +415,13 @@ def _write_generation_config(folder: Path, source: ModelPath, tokenizer: Any) ->
 
 
 def escape_markdown(text: str) -> str:
-    """Write a text on one line, so that a page shows it as it is.
+    """Return a text on one line, escaped so that a Markdown page shows it as it is.
 
     Names come from others, so none may be read as markup, HTML or a link.
     """
-    escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
-    return re.sub(r"(?<=www)\.|:(?=//)", lambda found: f"&#{ord(found[0])};", escaped, flags=re.IGNORECASE)
+    escaped = re.sub(r"[^\w\s.,:;%()/=+'-]", lambda match: f"&#{ord(match[0])};", " ".join(text.split()))
+    # Some pages make links of bare addresses, recognized by `www.` or `://`.
+    return re.sub(r"(?<=www)\.|:(?=//)", lambda match: f"&#{ord(match[0])};", escaped, flags=re.IGNORECASE)
 
 
 def _write_card(
@@ -424,7 +431,7 @@ def _write_card(
     *,
     dtype: str | None = None,
 ) -> None:
-    """Write `README.md`; `dtype` names that of a whole model's weights, and is None for an adapter alone."""
+    """Write `README.md`; `dtype` is the name of the dtype of a whole model's weights, and None for an adapter alone."""
     is_adapter = dtype is None
     values = {}
     form = None
@@ -433,7 +440,7 @@ def _write_card(
         form = find_prompt_format(source)
     method = "preferences"
     tags = []
-    if source.plan.values.get("loss.name") in LOSSES:  # else it is unknown, or a plugin's
+    if source.plan.values.get("loss.name") in LOSSES:  # else the loss is unknown, or a plugin's
         method = source.plan.loss.name
         tags.append(method)
     if source.adapter is not None:
@@ -442,7 +449,7 @@ def _write_card(
     is_base_on_hub = HUB_ID.fullmatch(source.name) and not Path(source.name).exists()
     metadata = ModelCardData(
         base_model=source.name if is_base_on_hub and not (is_adapter and source.archive) else None,
-        datasets=[place for place in data.values() if HUB_ID.fullmatch(place)] or None,
+        datasets=[name for name in data.values() if HUB_ID.fullmatch(name)] or None,
         library_name="peft" if is_adapter else "transformers",
         base_model_relation="adapter" if is_adapter else None,
         pipeline_tag="text-classification" if source.scalar_head else "text-generation",
@@ -466,16 +473,16 @@ def _describe_datasets(source: ModelPath, names: Iterable[str]) -> dict[str, str
     """Map each dataset to its Hub id, or to the name of its local file, as a card must not show local directories."""
     described = {}
     for name in names:
-        given = source.plan.data.dataset_sources.get(name)
-        data = Source.parse(name, given or BUILT_IN.get(name) or name)
+        configured = source.plan.data.dataset_sources.get(name)
+        data = Source.parse(name, configured or BUILT_IN.get(name) or name)
         described[name] = data.path
-        if given and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
+        if configured and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
             described[name] = f"local files: {data.local.name}"
     return described
 
 
 def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
-    """List what is known of the training; what is not known is None or empty."""
+    """Return facts about the training, by name; a fact that is not known is None or empty."""
     checkpoint = read_file(source.policy_file) if source.policy_file else {}
     metrics = checkpoint.get("metrics") or {}
     adapter = {}
@@ -486,13 +493,14 @@ def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
         "adapter": adapter,
         "examples trained on": checkpoint.get("step_idx"),
         "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
+        # A value with a slash may be a local path.
         "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
         "commit": read_run_file(source, "env.json").get("git_commit"),
     }
 
 
 def _write_code(folder: Path, source: ModelPath, model: Any, *, is_adapter: bool) -> str:
-    """Write the Python code that loads the export in the form in which it was trained."""
+    """Write the Python code that loads the export; an adapter's base gets the dtype and quantization of training."""
     plan = source.plan
     # The model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base.
     runs_code = plan.model.trust_remote_code if is_adapter else any(folder.glob("*.py"))
@@ -514,7 +522,7 @@ def _write_code(folder: Path, source: ModelPath, model: Any, *, is_adapter: bool
 
 
 def _write_reward_code(source: ModelPath, form: str | None) -> str:
-    """Write the Python code that scores an example of a prompt in this form with its answer."""
+    """Write the Python code that computes the reward of an example answer to a prompt in the form `form`."""
     tokenizer = load_tokenizer(source.plan.model.tokenizer, **source.options, chat=source.plan.chat)
     end = tokenizer.eos_token
     if form == CHAT:  # the first end token that the template writes after an answer

@@ -37,7 +37,10 @@ class LoadedModel(NamedTuple):
         return tokens
 
     def write(self, messages: Messages) -> str:
-        """Write messages in the form of the model's prompts; InputError if this form cannot express them."""
+        """Write messages in the form of the model's prompts; InputError if this form cannot express them.
+
+        A raw prompt has only the last message.
+        """
         if self.form == CHAT:
             return ChatTemplate(self.tokenizer).render(Prompt("", [], [], messages=messages), {}).text
         return write_dialogue(messages) if self.form == HH else messages[-1]["content"]
@@ -54,10 +57,10 @@ class LoadedModel(NamedTuple):
         )
 
     def answer(self, prompt: TokenIds, number: int, sampling: Sampling) -> str:
-        """Answer a prompt; the prompt's number in the session is part of the seed."""
+        """Answer a prompt; `number`, which counts the session's prompts, is part of the seed."""
         with make_adapter_context(self.model, self.adapter)():
-            [given] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
-        return given.text
+            [answer] = generate(self.model, self.tokenizer, [prompt], [number], sampling)
+        return answer.text
 
 
 def load_for_generation(
@@ -77,22 +80,22 @@ def load_for_generation(
     if policy.scalar_head:
         raise InputError(f"{path} is a reward model, which gives no answers: use a policy")
     tokenizer = _load_tokenizer(policy)
-    found = {"policy": policy}
+    sources = {"policy": policy}
     if reference is None:
         start = _find_start(policy)
         if start is not None:
-            found["reference"] = start
+            sources["reference"] = start
     elif reference != "none":
-        found["reference"] = find_model(reference, hub=True, trust_remote_code=policy.trust_remote_code)
-        if _load_tokenizer(found["reference"]).get_vocab() != tokenizer.get_vocab():
+        sources["reference"] = find_model(reference, hub=True, trust_remote_code=policy.trust_remote_code)
+        if _load_tokenizer(sources["reference"]).get_vocab() != tokenizer.get_vocab():
             raise InputError(f"{reference} has another tokenizer than the policy: use a reference with the same one")
     form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
     bases = {}
     models = []
-    for name, source in found.items():
+    for name, source in sources.items():
         print(f"{name}: {source.describe()}")
         plan = source.plan
-        dtype = None  # that of the model's own config
+        dtype = None  # the dtype in the model's own config
         if source.run_dir is not None or source.archive is not None:
             dtype = DTYPES[plan.model.policy_dtype]
         init_seed = plan.run.seed if plan.model.random_init else None
@@ -100,7 +103,7 @@ def load_for_generation(
         base = bases.get(key)
         # A base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest.
         if base is None or (source.base_digest and source.base_digest != base.base_digest):
-            # A run's other choices of attention may need a GPU.
+            # The run's own attention may need a GPU, unless it is eager.
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
             device_map = None if plan.quantized else choose_device_map()
             base = load_base(source, dtype, attention=attention, device_map=device_map)
@@ -129,5 +132,5 @@ def _find_start(policy: ModelPath) -> ModelPath | None:
     adapter = None if plan.reference == "base" else start.adapter
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
-    # The digest is of the policy's base in the policy's dtype.
+    # The digest was recorded for the policy's base in the policy's dtype.
     return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).make_absolute()

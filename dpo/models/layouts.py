@@ -1,6 +1,6 @@
 """Layouts of examples in a forward pass.
 
-In shapes, B counts examples, and "sides" the most responses of one: 2 for pairs.
+In shapes, B is the number of examples, and "sides" the largest number of responses of an example: 2 for pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PaddedRows:
 
 
 class Microbatch(NamedTuple):
-    """What one forward pass computes.
+    """The examples of one forward pass, and its input.
 
     A rank without examples (B = 0) runs a dummy example, so that collectives match.
     """
@@ -61,7 +61,7 @@ class Microbatch(NamedTuple):
         indices: Sequence[int],
         lay_out: Callable,
     ) -> Microbatch:
-        """Make a microbatch of the examples at `indices`, with the `inputs` that `lay_out` makes of a list of them."""
+        """Make a microbatch of the examples at `indices`; `lay_out` makes `inputs` of a list of examples."""
         n = len(indices)
         fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
         lengths = by_side([example.n_scored for example in fed], fill=0)
@@ -92,8 +92,8 @@ class Microbatch(NamedTuple):
 class Padded:
     """Each response in a row of its own, after its prompt, padded on the right to the global batch's longest row.
 
-    Causal attention does not look at padding on the right. The mask of `masked` is for other models: with it,
-    transformers uses slower kernels, and makes the host wait.
+    Causal attention does not look at padding on the right, so only other models need the mask that `masked` adds. With
+    a mask, transformers uses slower kernels, and makes the host wait for the device.
     """
 
     masked: bool = True
@@ -129,7 +129,7 @@ class Padded:
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out examples in rows of `length`, padded with token 0; first responses come first."""
+    """Lay out examples in rows of `length`, padded with token 0; the first responses of all examples come first."""
     rows = []  # (prompt, response, cuts)
     n_sides = max(len(example.responses) for example in examples)
     row_index = np.zeros((n_sides, len(examples)), dtype=np.int64)
@@ -158,10 +158,10 @@ class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows."""
 
     windows: Windows
-    max_length: int  # two responses of this length always fit into a row; rows are at most twice as long
+    max_length: int  # the most tokens of a prompt and a response; unless `by_segments`, a row has up to 4 times as many
     alignment: int = 1  # the length of a row is a multiple of it
     by_segments: bool = False  # one row, for `attend_by_segments`
-    gives_rewards: bool = False
+    gives_rewards: bool = False  # the model is a reward model
 
     def split(
         self,
@@ -209,12 +209,12 @@ def choose_layout(
     n_responses: int = 4,
     on_any_process: Callable = bool,
 ) -> tuple[Layout, str | None]:
-    """Choose the layout `name`, or `Padded` if the model does not support it, and the reason (else None).
+    """Return the layout `name` and None, or `Padded` and the reason if the model does not support that layout.
 
     Where the rules allow shared prefixes, the model is run on pairs in both layouts, and must give the same numbers.
     Some pairs are as long as the run's: `longest` tokens (None: `max_length`), `n_responses` in a microbatch.
-    `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class is refused, as
-    it may not support the model's layout.
+    `on_any_process(here)` returns whether `here` is true on any process. A `reference` of another class is a reason
+    too, as it may not support shared prefixes. If the model attends by segments, the reason is raised as InputError.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
@@ -240,10 +240,10 @@ def choose_layout(
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """Choose the layout by class and config alone; `Padded` and a reason if they do not support `name`."""
+    """Choose as `choose_layout` does, but by the model's class and config alone, without running it."""
     attention = find_attention(model.config)
     windows = find_windows(model, max_length)
-    if isinstance(windows, str):  # the reason why rows cannot be shared
+    if isinstance(windows, str):  # the reason why prefixes cannot be shared
         # A model that the rules do not support may look at padding, so it gets a mask. With flash_attention_2 the rules
         # support no model at all, which says nothing about this one.
         layout = Padded(masked=attention != "flash_attention_2")
@@ -265,7 +265,10 @@ COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_si
 
 
 def find_windows(model: Any, max_length: int) -> Windows | str:
-    """Map each kind of attention layer in the model to its window; return a reason if rows cannot be shared."""
+    """Map each kind of attention layer in the model to its window; return the reason if prefixes cannot be shared.
+
+    The reason is a phrase that continues the model's name.
+    """
     config = model.config.get_text_config()
     attention = find_attention(config)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -299,11 +302,11 @@ def _find_difference(
     longest_row: int,
     tolerance: float,
 ) -> str | None:
-    """Run the model on pairs in `layout` and in `Padded`, and return what is wrong with `layout`; None if nothing is.
+    """Run the model on pairs in `layout` and in `Padded`; return None if the results agree, else the reason.
 
-    What is returned is a phrase that continues the model's name. As in the run, the longest pair has `longest` tokens
-    in its prompt and one response, and a packed row has up to `longest_row`. The summed log-probabilities of a response
-    may differ by `tolerance`, relative to their size; rewards by more.
+    The reason is a phrase that continues the model's name. As in the run, the longest pair has `longest` tokens in its
+    prompt and one response, and a packed row has `longest_row` tokens or more. The summed log-probabilities of a
+    response may differ by `tolerance`, relative to their size; rewards by more.
     """
     window = max(window or 0 for window in layout.windows.values())
     n_longest = max(longest, 12)  # the lengths below must be positive
@@ -315,8 +318,8 @@ def _find_difference(
     cases = (
         # Prompts are longer than any window, so a response does not attend to all of its prompt in a windowed layer.
         ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
-        # A pair and a row are as long as the run's longest, as a model may compute otherwise in long rows. The row has
-        # room for the prompt and both responses of the longest pair.
+        # A pair and a row are as long as the run's longest, as a model may compute differently in long rows. The
+        # row has room for the prompt and both responses of the longest pair.
         ([(5, n_longest - 5, n_longest - 6), (2, n_short + 1, n_short)], max(longest_row, 2 * n_longest)),
     )
     vocab_size = model.config.get_text_config().vocab_size
@@ -342,14 +345,14 @@ def _find_difference(
                     expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
                 else:
                     expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
-                error = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
+                difference = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
                 scale = expected.abs()
                 if layout.gives_rewards:
-                    # A reward may be near 0, so its error is relative to the largest one. It is not a sum, in which
-                    # rounding errors would cancel, so it may differ by 5 times as much.
+                    # A reward may be near 0, so its difference is relative to the largest reward. A reward is not a
+                    # sum, in which rounding errors would cancel, so it may differ by 5 times as much.
                     scale = 5 * scale.max()
-                if not (error <= tolerance * scale).all():  # also if an error is NaN
-                    return f"gives other numbers with shared prefixes, off by {(error / scale).max().item():.2g}"
+                if not (difference <= tolerance * scale).all():  # also if a difference is NaN
+                    return f"gives other numbers with shared prefixes, off by {(difference / scale).max().item():.2g}"
     except Exception as error:  # an unsuitable model may raise anything
         if isinstance(error, InputError) or is_memory_error(error):  # not the layout's fault
             raise

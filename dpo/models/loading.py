@@ -30,7 +30,7 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 def resolve_name(name: str) -> str:
     """Make a directory's path absolute; a Hub id stays as it is."""
     path = Path(name)
-    return str(path.resolve()) if path.exists() else name  # a link such as LATEST will move
+    return str(path.resolve()) if path.exists() else name  # resolved, as a link such as LATEST will move
 
 
 def find_model_config(plan: Plan) -> Any:
@@ -55,7 +55,10 @@ def make_policy_structure(plan: Plan, n_blocks: int | None = None) -> Any:
 
 
 def find_start(plan: Plan) -> ModelPath:
-    """Find what `model.archive` names; InputError if it does not exist, or the keys of `lora` do not match."""
+    """Find the weights or adapter that `model.archive` names; an empty `ModelPath` if that key is not set.
+
+    Raises InputError if they do not exist, or the keys of `lora` do not match.
+    """
     archive = plan.model.archive
     if archive is None:
         return ModelPath()
@@ -76,7 +79,7 @@ def find_start(plan: Plan) -> ModelPath:
 
 
 def notes_on_base(plan: Plan) -> list[str]:
-    """Warn if the adapter that training starts from names another base than the plan."""
+    """Return a list with a warning if the adapter that training starts from names another base than the plan."""
     trained_on = find_start(plan).name
     name = plan.model.name_or_path
     if not trained_on or resolve_name(trained_on) == resolve_name(name):
@@ -98,10 +101,10 @@ def check_model(plan: Plan) -> ModelPath:
     return start
 
 
-def check_blocks(plan: Plan, given: Any = None) -> None:
+def check_blocks(plan: Plan, model: Any = None) -> None:
     """Raise InputError if the model, by default the plan's, lacks the blocks that are sharded or compiled."""
     if plan.trainer.multi_process or plan.model.block_name or plan.training.compile:
-        find_blocks(given or make_structure(plan), plan.model.block_name)
+        find_blocks(model or make_structure(plan), plan.model.block_name)
 
 
 def check_parts(plan: Plan) -> None:
@@ -112,13 +115,13 @@ def check_parts(plan: Plan) -> None:
     check_positions(structure, plan.data.max_length)
     if start.archive is not None:
         read_archive(start.archive, structure, stays_in_files=True)
-    _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})  # for its errors
+    _prepare(structure, plan, {POLICY: start.adapter} if plan.lora else {})  # only for the errors that it raises
 
 
 def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable, Callable | None]:
-    """Return functions that load the policy and the separate reference, which is None if there is none.
+    """Return a function that loads the policy, and one that loads the separate reference, or None if there is none.
 
-    Rank 0 loads weights; other ranks make a model on the meta device.
+    On rank 0 they load weights; on other ranks they make a model on the meta device.
     """
     policy_archive = reference_archive = check_model(plan).archive
     if resume_from and plan.lora is None:  # a checkpoint with an adapter has no weights of the base
@@ -172,8 +175,8 @@ def load_base(
 def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
     """Load the policy, not yet distributed; `policy` is a model, or a function that loads one.
 
-    The second value is a digest if the policy's frozen weights are the reference; it is None otherwise, and on ranks
-    but 0.
+    The second value is the reference's digest if the policy's frozen weights are the reference; it is None otherwise,
+    and on all ranks but 0.
     """
     start = find_start(plan) if plan.lora else ModelPath()
     adapters = {POLICY: resume_from or start.adapter} if plan.lora else {}
@@ -204,38 +207,39 @@ def _load_on_all_ranks(
 ) -> tuple[Any, str | None]:
     """Load the model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
 
-    A model that is given, in place of a function that loads it, is not loaded.
+    A model in place of a function that loads one is not loaded. The digest is None unless `is_reference`, and on all
+    ranks but 0.
     """
-    given = model_or_loader
-    if not isinstance(given, torch.nn.Module):
-        given = after_rank_0("a model's weights", model_or_loader)
-    model = take_model(given)
-    if model is not given and is_rank_0():
-        print(f"{type(given).__name__} was removed from the model: the trainer distributes, compile=true compiles")
+    original = model_or_loader
+    if not isinstance(original, torch.nn.Module):
+        original = after_rank_0("a model's weights", model_or_loader)
+    model = take_model(original)
+    if model is not original and is_rank_0():
+        print(f"{type(original).__name__} was removed from the model: the trainer distributes, compile=true compiles")
     # Only the tensors of a file tell whether a head is tied, and rank 0 alone reads them.
     untie(model, from_rank_0(list_ties(model)))
 
-    def adapt() -> str | None:
+    def adapt_and_hash() -> str | None:
         if POLICY in adapters and is_rank_0():
             model.base_digest = hash_weights(base_weights(model))  # before it is quantized, as an export loads it
         _prepare(model, plan, adapters)
         if plan.training.compile:
             for block in find_blocks(model, plan.model.block_name):
-                # Dropout stays a kernel of its own: Triton fails on some that Inductor fuses with a norm.
+                # Keep dropout out of Inductor's kernels: Triton fails on some that combine dropout and a norm.
                 block.compile(dynamic=True, options={"fallback_random": True})
         if not is_reference or not is_rank_0():
             return None
         adapter = REFERENCE if REFERENCE in adapters else None
         return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
-    return model, after_rank_0("a model's adapters", adapt)
+    return model, after_rank_0("a model's adapters", adapt_and_hash)
 
 
 def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> Any:
-    """Quantize a model and add adapters, in place, as the plan says.
+    """Quantize a model and add adapters, in place, as the plan says, and return the model.
 
-    `adapters` maps names to directories, or to None for a new adapter. Only rank 0 reads them, as its weights are sent
-    to other ranks later. The first adapter is active.
+    `adapters` maps names to directories, or to None for a new adapter. Only rank 0 reads the directories, as its
+    weights are sent to other ranks later. The first adapter is active.
     """
     if plan.loss.scalar_head:
         install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own

@@ -41,7 +41,7 @@ def sequence_logps(
 ) -> TokenLogps:
     """Compute log-probabilities of the labelled tokens in (B, T) inputs.
 
-    The result is (B, T-1): in each row first those of its labelled tokens, without gaps, then zeros.
+    Each row of the result, (B, T-1), begins with the values of its labelled tokens, without gaps; the rest is zeros.
     """
     with _one_text_per_row():
         logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
@@ -60,7 +60,7 @@ def sequence_logps(
 
 @contextmanager
 def _one_text_per_row() -> Iterator:
-    """Keep transformers from looking for rows with several texts, for which the host would wait for positions."""
+    """Keep transformers from checking whether rows hold several texts, for which the host would wait for the device."""
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -78,7 +78,7 @@ def packed_logps(
 ) -> TokenLogps:
     """Compute log-probabilities of the U responses of `packed`, (U, T), or their rewards, (U, 1).
 
-    They are those of `sequence_logps` or `sequence_rewards`, up to rounding.
+    They are the same as from `sequence_logps` or `sequence_rewards`, up to rounding.
     """
     attention_mask: Any = _find_masks(model, packed, windows)
     if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
@@ -122,7 +122,7 @@ def sequence_rewards(
 
 
 def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:
-    """Make a mask for each kind of attention layer.
+    """Return a mask for each kind of attention layer; `packed` keeps the masks for the next model.
 
     Masks are additive, 0 or the dtype's minimum, which is faster than bool on CPUs.
     """
@@ -173,14 +173,14 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split all tensors alike by rows, into pieces whose logits fit into a CPU's cache; on a GPU into one piece."""
-    n_rows = IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
+    n_rows = LOGITS_IN_CACHE // logits.shape[1] if is_cpu(logits.device) else len(logits)
     return zip(*(tensor.split(max(1, n_rows)) for tensor in (logits, *others)), strict=True)
 
 
 # A chunk has this many logits, by the type of the device: 134 MB in float32 on a CPU. A GPU has fewer chunks, as each
 # reads the head's weight and writes a gradient for it.
 LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
-IN_CACHE = 2**20  # logits that fit into a CPU's cache
+LOGITS_IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
 def token_logps(
@@ -197,7 +197,7 @@ def token_logps(
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
 
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    def compute_logps(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head(hidden)
         # Scale them as the model does.
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
@@ -215,12 +215,12 @@ def token_logps(
     n_logits = len(targets) * config.vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if is_gpu(hidden.device) else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
-    has_dropout = any(isinstance(module, nn.Dropout) for module in head.modules())  # an adapter's
+    has_dropout = any(isinstance(module, nn.Dropout) for module in head.modules())  # only an adapted head has any
     by_chunk = []
     for chunk in earlier_chunks:
-        by_chunk.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
+        by_chunk.append(checkpoint(compute_logps, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
     # The backward pass begins with the last chunk's logits, so recomputing them would save no memory.
-    by_chunk.append(score(*last_chunk))
+    by_chunk.append(compute_logps(*last_chunk))
     return TokenLogps(*map(torch.cat, zip(*by_chunk, strict=True)))
 
 
@@ -231,7 +231,7 @@ class ScalarHead(nn.Linear):
     """A head that computes in float32 or higher: in half precision a reward has only three digits."""
 
     def __init__(self, weight: nn.Parameter):
-        super().__init__(weight.shape[1], 1, bias=False, device="meta")
+        super().__init__(weight.shape[1], 1, bias=False, device="meta")  # its weight is replaced below
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,16 +18,19 @@ from torch import Tensor
 from dpo.data.examples import Example, make_labels
 from dpo.losses import IGNORE_INDEX
 
-ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
+ATTENTION_LENGTH = 2048  # row length at which attention costs as much as the linear layers; measured on a small model
 Windows = Mapping[str, int | None]  # how many tokens each kind of attention layer looks back, None for all
 NONE = -1  # the tree index of padding, the branch index of a prompt, and the role of a response that is not there
 
 
 class Segments(NamedTuple):
-    """A row's S prompts and responses, with the K columns that they attend to: a response to its prompt and itself."""
+    """The S segments of a row: each prompt attends to itself, each response to its prompt and itself.
 
-    queries: Tensor  # (S + 1,) int32: the first column of each segment, and L
-    keys: Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, and K
+    There are K keys over all segments. A prompt is a key of several segments, so K may exceed the row's length L.
+    """
+
+    queries: Tensor  # (S + 1,) int32: the first column of each segment, then L; `cu_seq_q` of `varlen_attn`
+    keys: Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, then K; `cu_seq_k`
     columns: Tensor  # (K,) int64: the columns of the keys, segment by segment
     longest: tuple[int, int]  # the largest number of queries in a segment, and of keys
 
@@ -46,23 +49,23 @@ class Packed:
     branch: Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
     scored: Tensor  # (N,): row * L + column of the fed token that predicts a scored token
     targets: Tensor  # (N,): the scored token
-    slots: Tensor  # (N,): response * T + the number of scored tokens before this one in the response
+    slots: Tensor  # (N,): indices into a flattened (U, T): response * T + the number of its scored tokens before
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # only if there is one row, for attention that takes no mask
-    # The last masks, by attention layer, and their dtype are kept: policy and reference often need the same, one after
-    # the other.
+    # The dtype of the last masks, and the masks by kind of attention layer. They are kept, as the reference often needs
+    # the same ones right after the policy.
     masks: tuple[torch.dtype | None, dict] = field(default=(None, {}), init=False)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `change` to all tensors of a dataclass or named tuple."""
+    """Return a copy of a dataclass or named tuple, with `change` applied to its tensors, also to nested ones."""
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value):
         changed = {}
         for part in fields(value):
-            if part.init:  # unlike cached masks, which are of the old tensors
+            if part.init:  # cached masks are left out, as they were made from the old tensors
                 changed[part.name] = map_tensors(change, getattr(value, part.name))
         return replace(value, **changed)
     if hasattr(value, "_fields"):
@@ -86,8 +89,8 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         n_longest, first = sort_keys.get(example.prompt, (0, i))
         sort_keys[example.prompt] = (max(n_longest, count_tokens(example)), first)
     order = sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
-    costs = []  # for each example, the number of tokens that no earlier example feeds
-    fed = set()
+    costs = []  # for each example in `order`, the number of its tokens that no earlier one feeds
+    fed = set()  # the keys of `lengths` below: (prompt, None) for a prompt, (prompt, response) for a response
     for i in order:
         prompt = examples[i].prompt
         lengths = {(prompt, None): len(prompt)}
@@ -115,7 +118,7 @@ class _Tree:
 
     prompt: tuple
     branches: list[tuple]  # (index among the U responses, token ids, those that are fed, cuts)
-    n_fed: int  # tokens in the row, with the prompt's
+    n_fed: int  # tokens in the row, including the prompt's
 
 
 def pack(
@@ -128,9 +131,9 @@ def pack(
 ) -> Packed:
     """Pack examples into rows of `length`, or (None) of the length that costs least, rounded up to `alignment`.
 
-    A tree with more than `max_tree_tokens` is divided, and each part gets the prompt. If `max_tree_tokens` is None,
-    there is one row with `segments`, which is at least `length` long. With `for_rewards`, responses are fed with their
-    last tokens, and `scored` has, for each response, the place of its last scored token itself.
+    A tree with more than `max_tree_tokens` is divided, and each part gets the prompt. If `max_tree_tokens` is None, all
+    trees are in one row, at least `length` long, and the result has `segments`. With `for_rewards`, responses are fed
+    with their last tokens, and `scored` has only each response's last scored token itself, which gets the reward.
     """
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
     indices_of_examples = []
@@ -154,16 +157,16 @@ def pack(
         candidates = [max(length or 1, n_tokens)]
     elif length is not None:
         candidates = [length]
-    else:  # 17 lengths from the longest tree to twice as many tokens, or all: trying every length would take long
+    else:  # 17 lengths, from the longest tree's to twice that or all tokens: trying every length would take long
         shortest = max(1, trees[0].n_fed)
         longest_row = max(shortest, min(2 * shortest, n_tokens))
         candidates = [shortest + (longest_row - shortest) * i // 16 for i in range(17)]
-    # Longer rows waste less space but cost more attention.
     lengths = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
     rows_by_length = {n: _fill_rows(trees, n) for n in lengths}
-    # A token costs 1 for the matrix products, and n / ATTENTION_LENGTH for attention.
+    # Longer rows waste less space, but cost more attention: a token costs 1 for the linear layers, and
+    # n / ATTENTION_LENGTH for attention.
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
-    longest = 1  # a reward
+    longest = 1  # each response has one reward
     if not for_rewards:
         longest = max(len(response) for example in examples for response in example.responses)
     packed = _write(rows_by_length[cheapest], cheapest, (len(indices), longest), indices_of_examples, for_rewards)
@@ -172,9 +175,9 @@ def pack(
     return packed
 
 
-def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
-    """Transpose B lists to (sides, B) int64, with `fill` after shorter ones."""
-    return torch.tensor([*zip_longest(*rows, fillvalue=fill)], dtype=torch.int64).reshape(-1, len(rows))
+def by_side(lists: Sequence[Sequence[int]], *, fill: int) -> Tensor:
+    """Transpose B lists, one per example, to (sides, B) int64, with `fill` after shorter ones."""
+    return torch.tensor([*zip_longest(*lists, fillvalue=fill)], dtype=torch.int64).reshape(-1, len(lists))
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -198,7 +201,7 @@ def _write(
     indices_of_examples: list[list[int]],
     for_rewards: bool,
 ) -> Packed:
-    """Write the trees of each row into tensors; `indices_of_examples` become `response_index`."""
+    """Write the trees of each row into tensors; `shape` is (U, T); `indices_of_examples` become `response_index`."""
     input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
     tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored = []
@@ -218,17 +221,18 @@ def _write(
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
-                kept = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
-                # The prompt's last token predicts a response's first token.
+                # Indices of the scored tokens in the response, and for each token the column that predicts it. The
+                # prompt's last token predicts the first one.
+                scored_indices = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
                 columns = [end_of_prompt - 1, *range(start, end)]
-                if for_rewards:
-                    kept = kept[-1:]
+                if for_rewards:  # the last scored token, at its own column
+                    scored_indices = scored_indices[-1:]
                     columns = columns[1:]
-                elif not n_prompt and kept[:1] == [0]:  # nothing predicts the first token of all
-                    kept = kept[1:]
-                scored += [row * length + columns[i] for i in kept]
-                targets += [token_ids[i] for i in kept]
-                slots += range(index * shape[1], index * shape[1] + len(kept))
+                elif not n_prompt and scored_indices[:1] == [0]:  # without a prompt, nothing predicts the first token
+                    scored_indices = scored_indices[1:]
+                scored += [row * length + columns[i] for i in scored_indices]
+                targets += [token_ids[i] for i in scored_indices]
+                slots += range(index * shape[1], index * shape[1] + len(scored_indices))
                 start = end
     scored, targets, slots = torch.tensor([scored, targets, slots], dtype=torch.int64)
     return Packed(
@@ -239,19 +243,19 @@ def _write(
         scored=scored,
         targets=targets,
         slots=slots,
-        response_index=by_side(indices_of_examples, fill=0),  # any index where there are fewer responses
+        response_index=by_side(indices_of_examples, fill=0),  # a missing response may have any index
         shape=shape,
     )
 
 
 def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
     """Find the segments of a row, whose `tree` and `branch` are (L,)."""
-    starts = np.flatnonzero(np.diff([tree, branch]).any(0)) + 1
+    starts = np.flatnonzero(np.diff([tree, branch]).any(0)) + 1  # columns at which the tree or the branch changes
     queries = np.split(np.arange(len(tree)), starts)
     keys = []
     for columns in queries:
         first = columns[0]
-        if branch[first] == NONE:
+        if branch[first] == NONE:  # a prompt, or padding
             keys.append(columns)
         else:
             prompt = np.flatnonzero((tree == tree[first]) & (branch == NONE))

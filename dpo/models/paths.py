@@ -1,4 +1,4 @@
-"""Models found by a path or a name, and not loaded."""
+"""Finding the files of a model by a path or a name, without loading it."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class ModelPath(NamedTuple):
     cache_dir: str | None = None
     trust_remote_code: bool = False
     scalar_head: bool = False  # it is read as a reward model
-    plan: Plan | None = None  # the plan of its run, or one of defaults, in which `name` is the base's
+    plan: Plan | None = None  # the plan of its run, or the defaults, with `name` as `model.name_or_path`
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
     base_digest: str | None = None  # identifies the base on which an adapter was trained, if the run recorded it
 
@@ -50,14 +50,14 @@ class ModelPath(NamedTuple):
 
     @property
     def policy_file(self) -> Path | None:
-        """The checkpoint's own `policy.pt`, not its base's; None for an adapter of another program."""
+        """The checkpoint's own `policy.pt`, not its base's; None for a whole model or another program's adapter."""
         if self.adapter is None:
             return self.archive
         file = self.adapter / POLICY_FILE
         return file if file.is_file() else None
 
     def describe(self) -> str:
-        """Name what is read, for the user to check, as a stranger's run may have named any files."""
+        """Name the files that are read, for the user to check: the config of a stranger's run may name any files."""
         return f"weights of {self.archive or self.name}, tokenizer of {self.plan.model.tokenizer}"
 
     def make_absolute(self) -> "ModelPath":
@@ -83,7 +83,7 @@ def locate_weights(path: str | Path) -> ModelPath:
     """Find the `policy.pt` or adapter that a path names; InputError if there is none.
 
     The path is that of a `policy.pt`, of a directory with one or with an adapter, or of a run, whose latest checkpoint
-    is meant. Of an adapter, the base that it names becomes `archive` if it is a file, else `name`.
+    is meant. If an adapter names its base, the base becomes `archive` if it is a file, else `name`.
     """
     path = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
     folders = [path, path / "LATEST"]
@@ -128,8 +128,8 @@ def find_model(
 
     The path is that of a `policy.pt`, its directory, a run, an adapter or a model; with `hub` it may be a Hub id.
     `model` is the base, if neither adapter nor run names it, or if it has moved. `template` is a file with a chat
-    template, in place of the run's. `run_plan` is the plan of the run, which is else read from its config; in either
-    case `trust_remote_code` is that of the caller.
+    template, in place of the run's. `run_plan` is the plan of the run; None: it is read from the run's config. In
+    either case the argument `trust_remote_code` replaces the plan's value.
     """
     check_exists(find_local(str(path)))
     path = Path(path).expanduser()
@@ -137,39 +137,39 @@ def find_model(
     if is_whole_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
-        found = ModelPath(str(path))
+        source = ModelPath(str(path))
         folder = path
     else:
-        found = locate_weights(path).make_absolute()
-        if model is not None and found.adapter:
-            found = ModelPath(model, adapter=found.adapter)  # without the base or archive that the adapter names
-        folder = found.adapter or found.archive.parent
+        source = locate_weights(path).make_absolute()
+        if model is not None and source.adapter:
+            source = ModelPath(model, adapter=source.adapter)  # without the base or archive that the adapter names
+        folder = source.adapter or source.archive.parent
     run_dir = None
     manifest = {}
-    if found.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
-        for parent in (folder.parent, folder):
-            if (parent / RUN_CONFIG).is_file():
-                run_dir = parent
+    if source.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
+        for candidate in (folder.parent, folder):
+            if (candidate / RUN_CONFIG).is_file():
+                run_dir = candidate
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
     if run_plan is None and run_dir is not None:
-        # These keys have an effect here; others may be wrong.
+        # Only these keys have an effect here, so wrong values of other keys are accepted.
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
         run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
-    base = model or found.name
+    base = model or source.name
     if not base:
         if run_plan is None:
             raise InputError(f"{path} names no base, and its run's {RUN_CONFIG} is not beside it: add --model")
         base = run_plan.model.name_or_path
     plan = (run_plan or resolve({})).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
-    if found.adapter and model:  # it has weights, even if the run's base had random ones
+    if source.adapter and model:  # the given base has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
-    if found.adapter and run_dir is None and list(folder.glob("tokenizer*")):
+    if source.adapter and run_dir is None and list(folder.glob("tokenizer*")):  # an adapter with its own tokenizer
         plan = plan.change("model.tokenizer_name_or_path", str(folder))
     return find_base(_choose_template(plan, template, manifest, path))._replace(
-        archive=found.archive,
-        adapter=found.adapter,
+        archive=source.archive,
+        adapter=source.adapter,
         run_dir=run_dir,
         base_digest=manifest.get("base") if run_dir else None,
     )
@@ -177,19 +177,19 @@ def find_model(
 
 def _choose_template(
     plan: Plan,
-    given: str | Path | None,
+    template: str | Path | None,
     manifest: Mapping,
     path: Path,
 ) -> Plan:
-    """Set a plan's chat template to the file `given`, else to the text that the checkpoint's manifest keeps.
+    """Set a plan's chat template to the file `template`, else to the text that the checkpoint's manifest keeps.
 
-    Raises InputError if a run's config has only the path of one. The path is not read: the file may have changed, or
-    the run be a stranger's, which may name any file.
+    Raises InputError if the run kept only the path of its template. That file is not read, as it may have changed, and
+    a stranger's run may name any file.
     """
-    if given is not None:
-        if "chat_template" in manifest:  # the run's arguments are for this template, which is not the given one
+    if template is not None:
+        if "chat_template" in manifest:  # the run's arguments are for the run's template
             plan = plan.change("chat_template_args", {})
-        return plan.change("chat_template", str(given))
+        return plan.change("chat_template", str(template))
     if "chat_template" in manifest:
         for key in ("chat_template_args", "chat_template_date"):
             plan = plan.change(key, manifest["config"].get(key))
@@ -203,9 +203,9 @@ def _choose_template(
 
 
 def find_prompt_format(model: ModelPath) -> str | None:
-    """Find the form of all training prompts, one of PROMPT_FORMS, by the run's record or an export's card.
+    """Return the form of all training prompts, one of PROMPT_FORMS, from the run's files or an export's model card.
 
-    None if it is not known, or if datasets differ.
+    Returns None if it is not known, or if datasets differ.
     """
     if model.run_dir is not None:
         train = read_run_file(model, "preflight.json").get("train")
@@ -221,11 +221,11 @@ def find_prompt_format(model: ModelPath) -> str | None:
             form = (metadata_load(card) or {}).get("prompt_format")
         except Exception:  # no card, or not one of ours: a card may hold anything
             return None
-    return form if form in list(PROMPT_FORMS) else None
+    return form if form in list(PROMPT_FORMS) else None  # a list, as a form from a card may not be hashable
 
 
 def read_run_file(model: ModelPath, name: str) -> Mapping:
-    """Read a file of the model's run; empty if there is none."""
+    """Read a JSON file of the model's run; {} if there is none. Raises InputError if it is not a mapping."""
     file = model.run_dir and model.run_dir / name
     record = read_json(file) if file and file.exists() else {}
     if not isinstance(record, Mapping):

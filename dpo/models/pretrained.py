@@ -34,9 +34,12 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def take_model(given: Any) -> Any:
-    """Return a model that a caller hands over, without wrappers; InputError if it cannot be trained as it is."""
-    model = unwrap(given)
+def take_model(passed: Any) -> Any:
+    """Return the model that a caller of the API passes, without torch's wrappers.
+
+    Raises InputError if it is not a model of transformers, or if FSDP has sharded it.
+    """
+    model = unwrap(passed)
     if not isinstance(model, transformers.PreTrainedModel) or isinstance(model, FSDPModule):
         raise InputError(
             f"the model given is a {type(model).__name__}: pass the model of transformers itself; "
@@ -65,7 +68,7 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
         raise InputError(f"model {name!r} is quantized: use the model that it was made from")
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
     has_own_code |= not type(config).__module__.startswith("transformers.")
-    # Transformers would load the decoder of an encoder-decoder model alone.
+    # Transformers would load only the decoder of an encoder-decoder model.
     if not has_own_code and (type(config) not in mapping or config.is_encoder_decoder):
         saved_class = ", ".join(config.architectures or [type(config).__name__])
         raise InputError(
@@ -78,7 +81,7 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
 def load_structure(
     source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager", n_blocks: int | None = None
 ) -> Any:
-    """Make the model that `load_model` would load, on the meta device, or one with fewer blocks."""
+    """Make the model that `load_model` would load, on the meta device; with `n_blocks`, only its first blocks."""
     config = load_config(source)
     if n_blocks:
         text_config = config.get_text_config()
@@ -90,7 +93,7 @@ def load_structure(
 
 
 def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Make a model with weights that its class draws."""
+    """Make a model with the random initial weights of its class."""
     return source.auto_class.from_config(
         config,
         dtype=dtype,
@@ -137,13 +140,14 @@ def load_model(
 ) -> Any:
     """Load a model in `dtype`, with dropout off.
 
-    Weights are those of the archive, else with `random_init` drawn, else the model's own. A scalar head that they lack
-    is drawn; InputError if they lack others. With `stays_in_files`, a parameter stays in its file, from which
-    `read_weight` reads it, unless transformers computes weights from those in the files.
+    Its weights are those of `source.archive`; without an archive, random ones if `random_init`, else the model's own.
+    If they lack a scalar head, it is drawn from `seed`; InputError if they lack anything else. With `stays_in_files`, a
+    parameter is a stub that takes no memory, and `read_weight` reads its value from the file. This has no effect on
+    random weights, nor if `map_weights` cannot map the model's own weights to its files.
     """
     config = load_config(source)
     structure = None
-    state = {}  # empty for the model's own weights
+    state = {}  # if it stays empty, transformers loads the model's own weights
     with explaining_load_errors("model", source.name):
         if source.archive is not None:
             structure = load_structure(source, dtype=dtype)
@@ -151,20 +155,20 @@ def load_model(
             state = read_archive(source.archive, structure, stays_in_files=stays_in_files)
         elif random_init:
             # Weights are drawn on the CPU in float32, so models of the same seed are equal up to rounding in any dtype.
-            with torch.random.fork_rng(range(count_gpus())):  # without the range it warns of several GPUs
+            with torch.random.fork_rng(range(count_gpus())):  # without the range, torch warns of several GPUs
                 torch.manual_seed(seed)
                 structure = _make(source, config, torch.float32, attn_implementation)
             state = structure.state_dict()
         elif stays_in_files:
             structure = load_structure(source, dtype=dtype)
             state = map_weights(structure, source)
-        stored = {}
+        stored = {}  # by name, the tensor in a file that a stub stands for
         if stays_in_files and not (random_init and source.archive is None):
             state, stored = replace_by_stubs(structure, state)
         if state:
-            own_config = config.get_text_config() if is_text_part(config) else config
+            model_config = config.get_text_config() if is_text_part(config) else config
             # None: the weights are those of `state`, and no file of the model is read
-            load = partial(type(structure).from_pretrained, None, config=own_config, state_dict=state)
+            load = partial(type(structure).from_pretrained, None, config=model_config, state_dict=state)
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
         # Transformers casts and places the weights one by one, so that there is no second copy.
@@ -182,13 +186,13 @@ def load_model(
                 if name in stored:
                     tensor.stored = stored[name]
             for tensor in (*model.parameters(), *model.buffers()):
-                if not hasattr(tensor, "stored"):  # it may be mapped from a file, which may be replaced
+                if not hasattr(tensor, "stored"):  # copied, as it may be mapped from a file that is replaced later
                     tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         return _adjust(model, source, config)
 
 
 def _adjust(model: Any, source: ModelPath, config: Any) -> Any:
-    """Change a new model in place, as training and exports need it; `config` is that of the whole checkpoint."""
+    """Prepare a new model in place for training and exports, and return it; `config` is the whole checkpoint's."""
     disable_dropout(model)
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
@@ -205,18 +209,21 @@ def load_generation_config(source: ModelPath) -> transformers.GenerationConfig:
     load = transformers.GenerationConfig.from_pretrained
     try:
         return load(source.name, cache_dir=source.cache_dir)
-    except OSError:  # there is no such file
+    except OSError:  # there is no generation_config.json
         return load(source.name, "config.json", cache_dir=source.cache_dir, _from_model_config=True)
 
 
 def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
-    """Raise InputError for weights that `from_pretrained` would draw at random."""
+    """Raise InputError if files lack weights of the model, which `from_pretrained` then draws at random.
+
+    `loading` is the loading info from `load_onto`, `what` names the model, and `advice` ends the message.
+    """
     if loading["missing_keys"]:
         raise InputError(f"{what} has no weights for {', '.join(sorted(loading['missing_keys'])[:5])}: {advice}")
 
 
 def check_positions(model: Any, max_length: int) -> None:
-    """Raise InputError if rows of `max_length` exceed a model's positions, or change how it computes other rows."""
+    """Raise InputError if rows of `max_length` exceed a model's positions, or change its results for other rows."""
     limit, why = min(list_limits(model))
     if max_length > limit:
         raise InputError(f"max_length={max_length} is too long for {type(model).__name__}: set {limit} or less, {why}")
@@ -240,13 +247,13 @@ def list_limits(model: Any) -> list[tuple[float, str]]:
 
 
 def count_positions(model: Any) -> float:
-    """Count the positions in a model's table; infinity without one."""
+    """Return the number of positions in a model's table of position embeddings; infinity if it has no table."""
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     for table in model.modules():
         is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
-        # OPT's table has 2 rows more.
+        # OPT's table has `offset` more rows than positions.
         if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:
-            if table.padding_idx is not None:  # RoBERTa's positions come after that of padding
+            if table.padding_idx is not None:  # RoBERTa's positions begin after the padding's index
                 n_positions -= table.padding_idx + 1
             return n_positions
     is_buffer = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's table
@@ -280,10 +287,10 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 def checkpoint_activations(model: Any) -> None:
     """Make the backward pass recompute the activations of each block, so that they need not be kept."""
-    draws = bool(list_dropouts(model))  # blocks draw random numbers for an adapter's dropout alone
+    has_dropout = bool(list_dropouts(model))  # in blocks, only an adapter's dropout draws random numbers
     # Transformers before 5.23 has the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": draws})
+    enable({"use_reentrant": False, "preserve_rng_state": has_dropout})
 
 
 def disable_dropout(model: nn.Module) -> None:

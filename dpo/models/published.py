@@ -1,6 +1,6 @@
-"""The files of a base: its weights with their names and dtypes, and its config in the words of transformers 4 and 5.
+"""A published checkpoint's files: the names and dtypes of weights there, and config keys of transformers 4 and 5.
 
-A checkpoint may have a vision part, too.
+Some checkpoints have a vision part, too.
 """
 
 from collections.abc import Set
@@ -23,7 +23,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.logprobs import HEAD_WEIGHT
 
 Tensors = dict[str, Tensor]  # weights by their names
-LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")  # transformers 4 has these with rope for each kind of layers
+ROPE_BY_KIND = ("gemma3_text", "gemma3n_text", "olmo3")  # types with rope for each kind of layer in transformers 4
 
 
 def find_file(source: Any, file: str) -> str | None:
@@ -32,7 +32,7 @@ def find_file(source: Any, file: str) -> str | None:
 
 
 def read_weights(source: Any) -> Tensors:
-    """Map all tensors from the files that transformers would read; empty if there are no files."""
+    """Read the tensors of the files that transformers would load, memory-mapped; {} if there are no files."""
     weights = {}
     with explaining_library(lambda error: InputError(f"files of {source.name} cannot be read: {one_sentence(error)}")):
         for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -45,27 +45,27 @@ def read_weights(source: Any) -> Tensors:
             for part in paths:
                 if part.endswith(".safetensors"):
                     weights |= load_file(part)
-                else:  # files of 2019 are no ZIP archives, and cannot be mapped
+                else:  # torch.save wrote no ZIP archives before 2020, and other files cannot be mapped
                     weights |= torch.load(part, "cpu", weights_only=True, mmap=is_zipfile(part))
             break
     return weights
 
 
 def drop_copies(model: Any, state: Tensors) -> Tensors:
-    """Leave out tied weights, unless they differ from what they are tied to."""
-    kept = dict(state)
+    """Copy a state dict without tied weights, except those that differ from the weight they are tied to."""
+    weights = dict(state)
     for name, source in model.all_tied_weights_keys.items():
-        if name not in kept:
+        if name not in weights:
             continue
-        tensor = kept.pop(name)
-        first = kept.setdefault(source, tensor)  # a file may have either name
-        if tensor is not first and not torch.equal(tensor, first):
-            kept[name] = tensor
-    return kept
+        tensor = weights.pop(name)
+        original = weights.setdefault(source, tensor)  # a file may have either name
+        if tensor is not original and not torch.equal(tensor, original):
+            weights[name] = tensor
+    return weights
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Inside it `contiguous` returns the tensor itself, so that what is cut from a tensor stays a view of it."""
+    """A context in which `contiguous` returns the tensor itself, so that slices of a tensor stay views of it."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return args[0] if function == Tensor.contiguous else function(*args, **(kwargs or {}))
@@ -74,15 +74,18 @@ class _WithoutCopies(TorchFunctionMode):
 def map_weights(structure: Any, source: Any) -> Tensors:
     """Map the weights of a model on the meta device to tensors in its files, several of which may make up one weight.
 
-    Returns {} if transformers computes a weight otherwise from the files, or if the names are unclear.
+    Returns {} if transformers does more than join tensors of the files into weights, or if the names are ambiguous.
     """
     stored = read_weights(source)
-    expected = {name: torch.empty_like(tensor) for name, tensor in structure.state_dict().items()}  # tied ones apart
+    # Transformers' conversion for saving is run on tensors without values. The storage of each result shows of which
+    # weight it is a view, as every weight has a storage of its own here, even if it is tied.
+    expected = {name: torch.empty_like(tensor) for name, tensor in structure.state_dict().items()}
     own_names = {tensor.untyped_storage(): name for name, tensor in expected.items()}
+    # The files have the model's own names, or those under which transformers would save.
     for convert in (dict, partial(revert_weight_conversion, structure)):
         with _WithoutCopies():
-            views = convert(expected)  # what transformers would save
-        places = {}  # by names in files: the model's own name, and the box there
+            views = convert(expected)
+        places = {}  # name when saved -> (the model's own name, begin and shape of the view in that weight)
         for name, view in views.items():
             own = own_names.get(view.untyped_storage())
             box = _find_box(view, expected[own]) if own else None
@@ -92,29 +95,33 @@ def map_weights(structure: Any, source: Any) -> Tensors:
         tied = {name for name, (own, *_) in places.items() if own in structure.all_tied_weights_keys}
         if names := match_names(structure, views, stored, tied):
             parts = {}  # by the model's own names
-            for name, theirs in names.items():
+            for name, stored_name in names.items():
                 own, begin, shape = places[name]
-                parts.setdefault(own, []).append((begin, stored[theirs].reshape(shape)))
+                parts.setdefault(own, []).append((begin, stored[stored_name].reshape(shape)))
             return {
-                own: SplitTensor(expected[own].shape, found[0][1].dtype, found) if len(found) > 1 else found[0][1]
-                for own, found in parts.items()
+                own: SplitTensor(expected[own].shape, pieces[0][1].dtype, pieces) if len(pieces) > 1 else pieces[0][1]
+                for own, pieces in parts.items()
             }
     return {}
 
 
 def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box."""
+    """Return where a view of the contiguous tensor `whole` begins in each of its dims, and how long it is there.
+
+    Returns None if the view is not a slice of `whole` in every dim.
+    """
     begin = tuple(map(int, np.unravel_index(int(view.storage_offset()), whole.shape)))
     lengths = dict(zip(view.stride(), view.shape, strict=True))
-    box = tuple(lengths.get(stride, 1) for stride in whole.stride())
-    # In the same order, or it would be transposed.
-    return (begin, box) if [n for n in box if n > 1] == [n for n in view.shape if n > 1] else None
+    shape = tuple(lengths.get(stride, 1) for stride in whole.stride())  # dims with the same stride correspond
+    # The order of the dims must be the same, else the view is transposed.
+    return (begin, shape) if [n for n in shape if n > 1] == [n for n in view.shape if n > 1] else None
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:
-    """Replace parameters in a state dict by stubs that take no memory; return it, and the parameters.
+    """Return a copy of a state dict in which parameters are stubs that take no memory, and the parameters by name.
 
-    Stubs have the dtypes of the model `structure`. A model is loaded from them as from the parameters.
+    Stubs have the shapes of the parameters, and the dtypes of the model `structure`, so `from_pretrained` loads them.
+    The scalar head is no stub, as loading an adapter may write into it.
     """
     expected = structure.state_dict(keep_vars=True)
     stubs = drop_copies(structure, state)
@@ -122,49 +129,49 @@ def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:
     for name, tensor in stubs.items():
         if isinstance(expected[name], torch.nn.Parameter) and name != HEAD_WEIGHT:
             parameters[name] = tensor
-            # of tied weights that differ in the files, the stubs differ too, so that transformers does not tie them
+            # The stubs of tied weights that differ in the files differ too, so that transformers does not tie them.
             value = float(name in structure.all_tied_weights_keys)
             stubs[name] = torch.full((), value, dtype=expected[name].dtype).expand(tensor.shape)
     return stubs, parameters
 
 
 def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
-    """Rename the model's weights as in its files, whose weights are `stored`; empty if the names are unclear.
+    """Rename the model's weights as in its files, whose weights are `stored`; {} if the names are ambiguous.
 
-    `state` is from `drop_copies`. Files may have the weights of each expert apart, and a tied weight twice: so does the
+    `state` is from `drop_copies`. Where the files have a tensor for each expert, or a tied weight twice, so does the
     result.
     """
-    twice = dict(state)
+    with_copies = dict(state)
     for name, source in model.all_tied_weights_keys.items():
-        twice.setdefault(name, state[source])
-    # The names are first those of the model, then those under which transformers would save.
+        with_copies.setdefault(name, state[source])
+    # The files have the model's own names, or those under which transformers would save.
     for convert in (dict, partial(revert_weight_conversion, model)):
-        weights = convert(twice)
+        weights = convert(with_copies)
         copies = weights.keys() - convert(state).keys()
         if names := match_names(model, weights, stored, copies):
-            return {theirs: weights[own] for own, theirs in names.items()}
+            return {stored_name: weights[name] for name, stored_name in names.items()}
     return {}
 
 
 def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[str, str]:
-    """Map names of weights to names in `stored`, which may have other prefixes; empty if that is ambiguous.
+    """Map names of weights to names in `stored`, which may have other prefixes; {} if that is ambiguous.
 
-    All weights of the base model have one prefix there, and those of its head one that may differ. The `optional`
-    weights may be missing.
+    In `stored`, all weights of the body have one prefix, and those of the head have one that may differ. The body is
+    the submodule with the blocks, such as `model` of Llama. The `optional` weights may be missing.
     """
     embeddings = model.get_input_embeddings()
     [path] = [name for name, module in model.named_modules() if module is embeddings]
-    base = path.partition(".")[0] + "."
-    of_base = {}
-    of_head = {}
+    body_prefix = path.partition(".")[0] + "."
+    body = {}  # name without the prefix -> name
+    head = {}
     for name in weights:
-        group = of_base if name.startswith(base) else of_head
-        group[name.removeprefix(base)] = name
+        group = body if name.startswith(body_prefix) else head
+        group[name.removeprefix(body_prefix)] = name
     names = {}
-    for group in (of_base, of_head):
+    for group in (body, head):
         required = {short: name for short, name in group.items() if name not in optional}
         first = next(iter(required or group), "")
-        # Every prefix of the first weight's name there is a candidate.
+        # The candidates are all prefixes with which `stored` has the first weight; the dots keep whole components.
         prefixes = {key.removesuffix(first) for key in stored if f".{key}".endswith(f".{first}")}
         for short, name in required.items():
             for prefix in list(prefixes):
@@ -178,33 +185,36 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
 
 
 def spell_both_ways(written: dict, config: Any) -> None:
-    """Add entries to a config, so that both transformers 4 and 5 find the parameters of rope and Qwen3's experts."""
+    """Add entries to `written`, the content of a config file, so that both transformers 4 and 5 can read it.
+
+    Their keys for rope and for Qwen3's experts differ. `config` is the text part's.
+    """
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
-    old = {"rope_parameters": rope}
-    whole = rope  # the parameters of layers with full attention
-    if config.model_type in LAYER_TYPES:
-        whole = rope["full_attention"]
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    if "rope_theta" not in whole:
+    added = {"rope_parameters": rope}
+    full = rope  # the parameters of layers with full attention
+    if config.model_type in ROPE_BY_KIND:
+        full = rope["full_attention"]
+        added["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    if "rope_theta" not in full:
         return
-    old["rope_theta"] = whole["rope_theta"]
-    old["rope_scaling"] = None
-    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    added["rope_theta"] = full["rope_theta"]
+    added["rope_scaling"] = None
+    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if scaling.get("rope_type", "default") != "default":
-        old["rope_scaling"] = scaling
-    if "partial_rotary_factor" in whole:
-        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
+        added["rope_scaling"] = scaling
+    if "partial_rotary_factor" in full:
+        added["partial_rotary_factor"] = full["partial_rotary_factor"]
     if config.model_type == "gpt_neox":
-        old["rotary_emb_base"] = whole["rope_theta"]
-        old["rotary_pct"] = whole["partial_rotary_factor"]
-    for key, value in old.items():
+        added["rotary_emb_base"] = full["rope_theta"]
+        added["rotary_pct"] = full["partial_rotary_factor"]
+    for key, value in added.items():
         written.setdefault(key, value)
 
 
-# --- the text part of a checkpoint that also has a vision part. A model of `AutoModelForCausalLM` has other names for
-# --- its weights than the checkpoint's files (and our exports) or its class (and adapters)
+# --- the text part of a checkpoint that also has a vision part. Its weights have different names in a model of
+# --- `AutoModelForCausalLM`, in the checkpoint's files (and our exports), and in the checkpoint's class (and adapters)
 
 
 def ambiguity(model: Any, place: str) -> InputError:
@@ -215,18 +225,19 @@ def ambiguity(model: Any, place: str) -> InputError:
 
 
 def is_text_part(config: Any) -> bool:
-    """Return whether `AutoModelForCausalLM` makes only the text part of a checkpoint, by its own rule."""
+    """Return whether `AutoModelForCausalLM` makes only the text part of a checkpoint, by transformers' own rule."""
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) is text_config
 
 
 def name_in_class(model: Any, config: Any) -> None:
-    """Set `checkpoint_class` and `names_in_class` of a text model: the checkpoint's class, and its names of weights.
+    """Set `checkpoint_class` and `names_in_class` of a text part's model.
 
-    Other models do not get these attributes. Raises InputError if names are ambiguous.
+    They are the name of the checkpoint's class, and a map from names of weights to those in that class. Other models do
+    not get these attributes. Raises InputError if names are ambiguous.
     """
-    if not is_text_part(config) or type(model.config) is type(config):  # the latter if it has all parts
+    if not is_text_part(config) or type(model.config) is type(config):  # the latter if the model has all parts
         return
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
@@ -241,17 +252,17 @@ def rename_layers(model: Any, tensors: Tensors, *, to_checkpoint_class: bool) ->
     """Rename an adapter's weights from the model's names to those in the checkpoint's class, or back."""
     new_names = getattr(model, "names_in_class", {})
     if not to_checkpoint_class:
-        new_names = {theirs: own for own, theirs in new_names.items()}
+        new_names = {in_class: name for name, in_class in new_names.items()}
     renamed = {}
     for name, tensor in tensors.items():
-        layer, factor, rest = name.partition(".lora_")
+        layer, separator, factor = name.partition(".lora_")  # without a separator it is the scalar head's weight
         weight = f"{layer}.weight"
-        renamed[new_names.get(weight, weight).removesuffix(".weight") + factor + rest] = tensor
+        renamed[new_names.get(weight, weight).removesuffix(".weight") + separator + factor] = tensor
     return renamed
 
 
 def check_names(model: Any, source: Any) -> None:
-    """Raise InputError unless each weight of a text model has one place in the files."""
+    """Raise InputError unless each weight of a text part's model has one name in the files of `source`."""
     state = drop_copies(model, model.state_dict(keep_vars=True))
     if not rename_weights(model, state, read_weights(source)):
         raise ambiguity(model, f"the files of model.name_or_path={source.name}")

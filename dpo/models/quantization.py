@@ -23,9 +23,9 @@ SCALES = 256  # scales that share a scale of scales
 class Linear4bit(nn.Linear):
     """A linear layer whose weight is frozen, and whose bias stays a parameter."""
 
-    weight: Tensor  # two weights per byte, (weights / 2, 1)
+    weight: Tensor  # two weights per byte, (number of weights / 2, 1)
     scales: Tensor  # one byte per block
-    scales_of_scales: Tensor
+    scales_of_scales: Tensor  # one float32 per SCALES blocks
     offset: Tensor  # the mean of the scales, subtracted before they are quantized
     code: Tensor  # the values that the bytes of `scales` stand for
 
@@ -105,7 +105,7 @@ def _oriented_weight(layer: Any) -> Tensor:
 
 
 def round_weight(layer: Any) -> None:
-    """Replace a layer's weight, in its own dtype, by what quantizing would keep of it."""
+    """Round a layer's weight as 4-bit quantization does, by quantizing and dequantizing it; its dtype stays."""
     rounded = Linear4bit(_oriented_weight(layer)).dequantized(layer.weight.dtype)
     layer.weight.data = rounded.T if isinstance(layer, Conv1D) else rounded
 

@@ -105,7 +105,7 @@ def load_function(spec: str, path: Path) -> Callable:
 
 # Our own reward models have this format: the tokens that a policy reads, and EOS if the answer ended.
 POLICY_FORMAT = "policy"
-NO_ANSWER = Answer("", (), ended=True)
+NO_ANSWER = Answer("", (), ended=True)  # encoded with a prompt to check the prompt alone
 FORMAT_KEY = "reward_format"  # the entry for the format in an exported reward model's config
 
 
@@ -147,7 +147,7 @@ class RewardModel:
         if form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:  # else it appends EOS
             self.eos = tokenizer.eos_token or ""
         self.inputs = ["input_ids", "attention_mask"]
-        # types tell the two segments apart; RoBERTa, for one, has none
+        # Token types distinguish the prompt from the answer. Some models, such as RoBERTa, have none.
         has_types = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.model_input_names
         if form == "pair" and has_types:
             self.inputs.append("token_type_ids")
@@ -156,10 +156,10 @@ class RewardModel:
         config.use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        texts = list(map(self.encode, prompts, answers))
+        encoded = list(map(self.encode, prompts, answers))
         scores = []
-        for start in range(0, len(texts), self.rows):
-            rows = texts[start : start + self.rows]
+        for start in range(0, len(encoded), self.rows):
+            rows = encoded[start : start + self.rows]
             inputs = {}
             for name in rows[0]:
                 padding = 0
@@ -173,16 +173,16 @@ class RewardModel:
         return scores
 
     def encode(self, prompt: Prompt, answer: Answer) -> dict[str, list[int]]:
-        """Encode prompt and answer as a model's inputs, truncated on the left.
+        """Encode prompt and answer as the model's inputs, truncated on the left.
 
-        Control tokens that are spelled out in the texts are removed. Raises InputError if the form cannot hold the
-        prompt.
+        Special tokens that are spelled out in the answer or in messages are removed. Raises InputError if the form
+        cannot represent the prompt.
         """
         text = remove_special_tokens(answer.text, self.tokenizer)
         if self.form in ("pair", "text", "text_eos"):
-            question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # this tokenizer adds its own BOS
+            question = prompt.text.removeprefix(self.tokenizer.bos_token or "")  # the tokenizer adds BOS itself
             separator = ""
-            if prompt.messages is not None:  # written without the policy's template
+            if prompt.messages is not None:  # they become a dialogue, without the policy's chat template
                 *asked, last = self._clean(make_chat(prompt, text))
                 question = write_dialogue(asked)
                 if self.form == "pair" and len(asked) == 1 and asked[0]["role"] == "user":
@@ -197,15 +197,15 @@ class RewardModel:
             encoded = self.tokenizer(*texts, truncation=True, max_length=self.limit, return_attention_mask=True)
             return {name: encoded[name] for name in self.inputs}
         if self.form == "chat":
-            rejected = (
+            problem = (
                 f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                 f"{prompt.text[:200]!r}"
             )
-            with explaining(TemplateRejects, lambda why: InputError(f"{rejected}: {why}")):
+            with explaining(TemplateRejects, lambda why: InputError(f"{problem}: {why}")):
                 chat = self._clean(make_chat(prompt, text))
-                whole = apply_template(self.tokenizer, chat, tools=self._clean(prompt.tools))
-            token_ids = self._encode([whole])[whole]
-        elif prompt.apart:
+                chat_text = apply_template(self.tokenizer, chat, tools=self._clean(prompt.tools))
+            token_ids = self._encode([chat_text])[chat_text]
+        elif prompt.apart:  # here the form is POLICY_FORMAT
             ids = self._encode([prompt.text, text])
             token_ids = ids[prompt.text] + ids[text]
         else:
@@ -213,7 +213,7 @@ class RewardModel:
             token_ids = tokens.prompt + tokens.responses[0][0]
         if self.form == POLICY_FORMAT and answer.ended:
             end = self.tokenizer.eos_token_id
-            if prompt.rendered and answer.tokens:  # a turn may end in another token
+            if prompt.rendered and answer.tokens:  # a chat's turns may end in another token than EOS
                 end = answer.tokens[-1]
             token_ids = [*token_ids, end]
         token_ids = token_ids[-self.limit :]
@@ -254,7 +254,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
     if form is None and getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT:
         form = POLICY_FORMAT
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
-    # This comes before training, so that a format or template that does not fit is refused now.
+    # Encode a prompt now, so that a format or template that does not fit is refused before training.
     reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
     return reward_model
 

@@ -45,16 +45,16 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
         named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
     # Tied weights are one object with several names in the model, and a file may have any of these names.
-    given = set()
+    in_file = set()  # the model's weights for which the file has a value
     problems = []
     for name, tensor in named.items():
         if name not in expected:
             problems.append(f"{name} is not in the model")
             continue
-        given.add(expected[name])
+        in_file.add(expected[name])
         if tensor.shape != expected[name].shape:
             problems.append(f"{name} has another shape")
-    problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in given]
+    problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in in_file]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
     if stays_in_files:
@@ -63,13 +63,13 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
-    """Copy into a model what `read_archive` reads."""
+    """Copy the weights in a `policy.pt` into a model; InputError if they do not fit."""
     model.load_state_dict(read_archive(archive, model), strict=False)  # a file may lack names of tied weights
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     """Hash what determines log-probabilities: weights, architecture, compute `dtype`, the `adapter` in use."""
-    differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
+    differ_in_copies = ("_name_or_path", "transformers_version")  # config keys that differ between copies of a model
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
@@ -84,7 +84,7 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
 
 
 def hash_weights(weights: Tensors, facts: str = "") -> str:
-    """Hash weights and `facts`, without the config, whose keys differ between versions of transformers."""
+    """Hash weights and `facts`; the config is left out, as its keys differ between versions of transformers."""
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -15,18 +15,18 @@ from dpo.system.waiting import has_other_ranks
 
 
 class Mesh:
-    """The ranks as `replicate` x `shard` x `tensor`, the last axis fastest, so that neighbours communicate most.
+    """The ranks as `replicate` x `shard` x `tensor`; neighbours differ in `tensor`, which communicates most.
 
     Layers are cut along `tensor`; parameters and optimizer states are sharded along `shard` (FSDP). Ranks that differ
-    only in `tensor` see the same examples. Each method is a collective that every process must call; without other
-    processes, nothing is sent.
+    only in `tensor` see the same examples. `add`, `any` and `gather_all` are collectives, which every process must
+    call; without other processes, they send nothing.
     """
 
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
         self.rank = rank
         self.world_size = dims.world_size
         self.tensor_size = dims.tensor_size
-        self.data_rank = rank // dims.tensor_size  # counts the ranks that see different examples, `data_size` in all
+        self.data_rank = rank // dims.tensor_size  # below `data_size`; the same on ranks that see the same examples
         self.data_size = dims.data_size
         # Whether metrics count this rank: it is true on exactly one of the ranks that see the same examples.
         self.counts = rank % dims.tensor_size == 0
@@ -47,7 +47,7 @@ class Mesh:
                     _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def name_groups(self) -> dict[str, str]:
-        """Map the names of process groups to axes of the mesh, and that of all processes to `all`."""
+        """Map the name of each process group to its axis, or to `all`; axes of size 1 are left out."""
         names = {str(dist.group.WORLD.group_name): "all"}
         for axis in self.device_mesh.mesh_dim_names or ():
             if self.device_mesh[axis].size() > 1:
@@ -67,7 +67,7 @@ class Mesh:
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
-        """Return the values of all processes, sent pickled, by rank."""
+        """Return the values of all processes in the order of ranks; they are sent pickled."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -80,7 +80,7 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Return rank 0's value on every rank, to which it is sent pickled; other ranks' values are ignored.
+    """Return rank 0's value on every rank. It is sent pickled; other ranks' values are ignored.
 
     Every rank must call it.
     """

@@ -1,7 +1,7 @@
 """A model distributed over the processes of a mesh, and the states of its parameters.
 
-FSDP shards the model in units, one for each transformer block and a root for what is left. A unit is gathered while its
-weights are whole on every process, from `unshard` to `reshard`.
+FSDP shards the model in units: each transformer block is one, and the root unit has all other modules. A unit is
+gathered while its weights are whole on every process, from `unshard` to `reshard`.
 """
 
 import inspect
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.tensor_parallel import cut_modules, find_plan, join_parts
+from dpo.parallel.tensor_parallel import cut_modules, find_plan, make_dtensor
 from dpo.system.host import count_gpus, is_gpu, release_freed_memory
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike
 
-Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by a tensor's name: where a part begins in each dim, and the part
+Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by a tensor's name: where its part begins in each dim, and the part
 SAMPLED_WEIGHTS = 10**6  # about how many weights of a process `step_and_count_changes` compares at most
 
 
@@ -45,9 +45,9 @@ def distribute(
     Embeddings and head are in the root unit. Other ranks' weights may be on the meta device. Units are broadcast one by
     one, so that a process never holds more than its shards and one unit. Forward and backward passes compute in
     `compute_dtype`, and gradients are summed in `reduce_dtype`. With `reshard_after_forward`, a block is gathered again
-    for its backward pass. With `frozen_whole`, FSDP does not shard parameters that are not trained: a process has them
-    whole, or its slices along `tensor`, in `compute_dtype`. `receive(name, tensor)` may return other values than rank
-    0's. Raises InputError for a model without blocks.
+    for its backward pass. With `frozen_whole`, FSDP does not shard parameters that are not trained: every process has
+    them whole, or its slices of them under tensor parallelism, in `compute_dtype`. `receive(name, tensor)` returns the
+    value of a parameter or buffer, by default rank 0's. Raises InputError for a model without blocks.
     """
     receive = receive or _make_receiver(model, mesh)
     blocks = find_blocks(model, block_name)
@@ -72,32 +72,36 @@ def distribute(
             whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum(local_tensor(parameter).numel() for parameter in sharded)
-        # If blocks are FSDP units, so must be the root, even without parameters of its own.
+        # If blocks are FSDP units, the root must be one too, even without parameters of its own.
         if uses_fsdp and (sharded or (unit is model and n_gathered > 0)):
             fully_shard(
                 unit,
                 mesh=fsdp_mesh,
-                # The root casts nothing: its inputs are integers. To cast, FSDP would still copy a `Packed` batch, and
-                # the masks cached in the copy would be lost.
+                # The root casts no inputs, as they are integers. To cast, FSDP would copy a `Packed` batch, and the
+                # masks cached in the copy would be lost.
                 mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=unit is not model),
                 reshard_after_forward=None if reshard_after_forward else False,  # None: all but the root unit
                 ignored_params=whole,
             )
-        elif uses_fsdp and unit is not model:  # a block without FSDP casts its inputs too, for the same numbers
+        elif uses_fsdp and unit is not model:  # cast the inputs of a block without FSDP too, for the same numbers
             unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
         distributed.update(modules.values())
-        release_freed_memory()  # the parts of this unit that other processes keep
+        release_freed_memory()  # that is, the parts of this unit that other processes keep
     if isinstance(model, FSDPModule):
         model.gathered_bytes = n_gathered * compute_dtype.itemsize
         model.reshards_after_forward = reshard_after_forward
-        # `run_as_forward` calls it; once it is registered, FSDP gathers the root unit for it as for a forward pass
+        # Once `apply_to_itself`, which `run_as_forward` calls, is registered, FSDP gathers the root unit for it as for
+        # a forward pass.
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
 
 
 def _make_receiver(model: Any, mesh: Mesh) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that broadcasts a tensor of rank 0's model by its name; every process must call it alike."""
+    """Return the default `receive` of `distribute`, which broadcasts rank 0's tensor of the same name: a collective.
+
+    Raises InputError on every rank if the models differ. Other ranks also get rank 0's generation config.
+    """
     check_alike(describe_structure(model))
     # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
     specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -113,12 +117,12 @@ def list_ties(model: nn.Module) -> dict[str, str]:
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Untie the parameters of a model that are separate in another one, of which `list_ties` returns `ties`."""
+    """Untie parameters that are tied in this model but separate in rank 0's, for which `list_ties` returned `ties`."""
     for name, first in list_ties(model).items():
         is_tied = first != name
-        if is_tied and ties.get(name) == name:  # it is separate in the other model
+        if is_tied and ties.get(name) == name:  # it is separate in rank 0's
             owner, _, attribute = name.rpartition(".")
-            # The values are left out, as only a rank that receives rank 0's weights has other ties than rank 0.
+            # The values need no copying: a rank whose ties differ from rank 0's will receive rank 0's weights.
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(owner), attribute, own)
 
@@ -126,7 +130,7 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
 def describe_structure(model: nn.Module) -> dict[str, str]:
     """Return what must be alike on all ranks before weights are sent, for `check_alike`: code, names, ties and shapes.
 
-    A dtype may differ: it is rank 0's that counts.
+    Dtypes may differ, as every rank uses rank 0's.
     """
     facts = {"the model's code": hash_files(Path(inspect.getfile(type(model))).parent.glob("*.py"))}
     for name, first in list_ties(model).items():
@@ -136,7 +140,7 @@ def describe_structure(model: nn.Module) -> dict[str, str]:
 
 @torch.compiler.disable
 def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Cast the floating-point inputs of a unit, as FSDP does; a forward pre-hook, whose result replaces the inputs."""
+    """Cast the floating-point inputs of a unit, as FSDP does: a forward pre-hook, whose result replaces the inputs."""
 
     def cast(value: Any) -> Any:
         if torch.is_tensor(value) and value.is_floating_point():
@@ -156,7 +160,7 @@ def find_class(model: Any) -> type[nn.Module]:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """Return `function(model, *args)`; FSDP takes the call for the model's forward.
+    """Return `function(model, *args)`, which FSDP runs as if it were the model's forward.
 
     So FSDP gathers the root unit once for the whole call, in which the function may use embeddings, blocks and head.
     """
@@ -164,7 +168,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
-    """List the transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable.
+    """List the transformer blocks: modules of class `block_name`, by default of the classes in `_no_split_modules`.
 
     Raises InputError if there are none.
     """
@@ -182,7 +186,7 @@ def _replace_tensors(
 ) -> None:
     """Replace the modules' own parameters and buffers by what `receive(name, tensor)` returns.
 
-    Modules and tensors are by full name. Frozen parameters are cast to `frozen_dtype`.
+    All names are full names in the model. Frozen parameters are cast to `frozen_dtype`; None keeps their dtype.
     """
     replacements = {}  # by this rank's tensor: a tied one is received once and stays tied
     only_own = {"recurse": False, "remove_duplicate": False}
@@ -193,7 +197,7 @@ def _replace_tensors(
                 replacement = receive(name, tensor)
                 if isinstance(tensor, nn.Parameter):
                     if not tensor.requires_grad:
-                        replacement = replacement.to(frozen_dtype)  # None keeps the dtype
+                        replacement = replacement.to(frozen_dtype)
                     replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                 replacements[tensor] = replacement
             setattr(module, name.rpartition(".")[2], replacements[tensor])
@@ -202,18 +206,18 @@ def _replace_tensors(
 def read_weight(weight: Tensor) -> Tensor:
     """Return the value of a model's parameter or buffer.
 
-    If it has an attribute `stored`, it is still in a file, and this tensor is mapped from it.
+    If it has an attribute `stored`, its value is not loaded yet: `stored` is a tensor mapped from a file.
     """
     stored = getattr(weight, "stored", None)
     if stored is None:
         return weight.detach()
-    return stored.to(weight.dtype, copy=True)  # not the mapping, as the file may be replaced
+    return stored.to(weight.dtype, copy=True)  # a copy, as the mapped file may be replaced
 
 
 def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
     """Return rank 0's `tensor` on the device of every process; other ranks' tensors are ignored, and may be None.
 
-    `spec` has its shape and dtype.
+    `spec` is a tensor of the same shape and dtype, on any device.
     """
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
@@ -227,8 +231,8 @@ def broadcast(tensor: Tensor | None, spec: Tensor, mesh: Mesh) -> Tensor:
 def announce_backward(model: nn.Module, *, is_last: bool, reduce_once: bool) -> None:
     """Tell FSDP whether the next backward pass is the last of an update.
 
-    Only the last one reshards the root unit, and sums gradients over `replicate`. With `reduce_once`, only the last one
-    also sums them over `shard`, so that until then a process holds whole gradients.
+    Only the last one reshards the root unit, and sums gradients over `replicate`. Every one sums them over `shard`,
+    unless `reduce_once`: then only the last one does, and until then a process holds whole gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(is_last, recurse=False)
@@ -307,7 +311,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Return whether two models have equal weights, in the same order, once both have the dtype of `other_weights`.
+    """Return whether two models have equal weights, in the same order, compared in the dtype of `other_weights`.
 
     Every process must call it, and all get the same answer.
     """
@@ -321,14 +325,16 @@ def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor]
         other_part = local_tensor(other)
         return not torch.equal(gather_part_like(weight, other).to(other_part), other_part)
 
-    # `any` stops at a difference; the processes that gather a weight together compare the same part, so stop together
+    # The inner `any` stops at the first difference. Processes that gather a weight together compare the same part of
+    # it, so they stop together, and none of them waits for another.
     return not mesh.any(any(map(differ, weights, other_weights)))
 
 
 def gather_part_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has of `other`, which is sharded along fewer axes of the mesh.
+    """Return the part of `tensor` that corresponds to this process's part of `other`, a tensor of the same shape.
 
-    The tensor is gathered along the axes along which `other` is whole, a collective.
+    `other` is sharded along some axes of the mesh of `tensor`, or not at all. Along the other axes the tensor is
+    gathered, a collective.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -358,8 +364,8 @@ def full_state(state: Any) -> Any:
 def take_parts(state: Any, name: str, parts: Parts, mesh: Mesh) -> Any:
     """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
 
-    Of the processes that have the same part, the first one takes it. Rank 0 gets other tensors on the host, other ranks
-    None. The names of parts are `name` and the path in the state, separated by dots.
+    If several processes have the same part, only the first of them adds it. Other tensors are returned on the CPU on
+    rank 0, and as None on other ranks. A part's name is `name` and the tensor's path in the state, joined by dots.
     """
     if isinstance(state, DTensor):
         local = state.to_local().detach()
@@ -396,7 +402,8 @@ def _find_begin(tensor: DTensor) -> tuple[int, ...]:
     begin = [0] * tensor.ndim
     shape = list(tensor.shape)
     position = tensor.device_mesh.get_coordinate() or ()
-    # The last axis, that of tensor parallelism, cuts first; torch's own function would take the first axis first.
+    # The last axis, that of tensor parallelism, cuts first and FSDP after it; torch's own function would begin with the
+    # first axis.
     for index, size, placement in reversed(
         list(zip(position, tensor.device_mesh.shape, tensor.placements, strict=True))
     ):
@@ -413,9 +420,9 @@ def _find_begin(tensor: DTensor) -> tuple[int, ...]:
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 1.0) -> Tensor:
-    """Divide gradients by `scale`, and scale them down to at most `max_norm`, their norm over all shards together.
+    """Divide gradients by `scale`, then clip their norm, taken over all shards together, to at most `max_norm`.
 
-    Returns the norm before clipping, a scalar on the device, which all processes have alike.
+    Returns the norm between these two steps: a scalar on the device, equal on all processes.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
@@ -432,7 +439,7 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """Yield the tensors that an optimizer updates.
 
-    For a sharded parameter it is this process's shard, whose attribute `sharded` is the parameter.
+    In place of a sharded parameter it is this process's shard, whose attribute `sharded` is the parameter.
     """
     for parameter in parameters:
         tensor = parameter
@@ -448,7 +455,10 @@ def sharded_parameter(tensor: Tensor) -> Tensor:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Step after handing the gradients of sharded parameters to their shards, then clear those of the shards."""
+    """Hand the gradients of sharded parameters to their shards, step, and clear the gradients of the shards.
+
+    The caller clears those of the sharded parameters.
+    """
     for tensor in _list_optimized(optimizer):
         sharded = sharded_parameter(tensor)
         if sharded is not tensor and sharded.grad is not None:
@@ -482,7 +492,7 @@ def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the tensors that an optimizer updates, in the order by which its state dict numbers them."""
+    """Return the tensors that an optimizer updates, in the order in which its state dict numbers them."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
@@ -496,12 +506,12 @@ def optimizer_state(optimizer: Optimizer) -> dict:
             continue
         for key, value in states.get(i, {}).items():
             if torch.is_tensor(value) and value.shape == tensor.shape:  # unlike a counter of steps
-                states[i][key] = join_parts(value, sharded.device_mesh, sharded.placements, like=sharded)
+                states[i][key] = make_dtensor(value, sharded.device_mesh, sharded.placements, like=sharded)
     return {**saved, "state": states}
 
 
 def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None:
-    """Load rank 0's state dict of whole tensors, of which each process keeps its shards.
+    """Load rank 0's state dict, which has whole tensors; each process keeps its shards of them.
 
     Every process must call it; `state` is None on other ranks.
     """
@@ -521,8 +531,8 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
             if torch.is_tensor(value) and value.is_meta:
                 tensor = broadcast(states[i][key] if mesh.rank == 0 else None, value, mesh)
                 sharded = tensors[i].sharded
-                everywhere = [Replicate()] * sharded.device_mesh.ndim
-                replicated = join_parts(tensor, sharded.device_mesh, everywhere, like=sharded)
+                placements = [Replicate()] * sharded.device_mesh.ndim
+                replicated = make_dtensor(tensor, sharded.device_mesh, placements, like=sharded)
                 values[key] = replicated.redistribute(placements=sharded.placements).to_local()
     optimizer.load_state_dict(received)
     # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.

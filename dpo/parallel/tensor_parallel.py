@@ -1,7 +1,7 @@
-"""Tensor parallelism after Shoeybi et al. 2019 (arXiv 1909.08053): every process of a group computes with slices.
+"""Tensor parallelism after Shoeybi et al. 2019 (arXiv 1909.08053): every process of a group has slices of layers.
 
 A plan maps the names of modules to styles. Parameters become DTensors, so that clipping and checkpoints account for the
-slices; forward and backward passes use their local tensors alone.
+slices; forward and backward passes compute with plain tensors, the local parts of the DTensors.
 """
 
 import re
@@ -26,12 +26,12 @@ COLLECTIVES = torch.ops._c10d_functional  # unlike torch.distributed's, these ca
 
 
 class _Copy(torch.autograd.Function):
-    """Megatron's f: an input stays as it is. Processes compute different features from it, so gradients are summed."""
+    """Megatron's f: the identity. As processes compute different features from it, backward sums their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
         ctx.mesh = mesh
-        return x.view_as(x)
+        return x.view_as(x)  # a new tensor, to which autograd can attach this function
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -39,7 +39,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """Megatron's g: the sum over processes. Each process has the sum's whole gradient, which stays as it is."""
+    """Megatron's g: the sum over processes. Each has the whole gradient of the sum, so backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -51,7 +51,7 @@ class _Add(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """All processes' slices, joined; each process has the whole gradient."""
+    """All processes' slices, joined. Each has the whole gradient, so backward takes this process's slice of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
@@ -74,9 +74,10 @@ def _take_slice(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
 
 
 def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-    """Take this process's heads of (..., 3 * heads * head size).
+    """Turn this process's slice of (..., 3 * heads * head size) into the queries, keys and values of its heads.
 
-    GPT-2 has all queries, then all keys, then all values, so a contiguous slice is not a set of heads.
+    GPT-2 has all queries, then all keys, then all values, so a contiguous slice is not a set of heads: the
+    slices are joined first.
     """
     whole = _Copy.apply(_Join.apply(x, mesh, width), mesh, width)
     by_rank = whole.unflatten(-1, (3, mesh.size(), -1))
@@ -101,8 +102,8 @@ class Style(NamedTuple):
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
     enter: Callable | None = None  # the conversion of the module's input, before its local forward
     leave: Callable | None = None  # the conversion of the output, after the local forward
-    grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
-    divided: str | None = None  # an attribute of the module, a size, which is divided by the group's size
+    grad_is_partial: bool = False  # for a replicated parameter whose activations are slices: gradients are summed
+    divided: str | None = None  # the module's attribute with a size to divide by the group's size
 
 
 STYLES = {
@@ -165,11 +166,11 @@ def find_plan(model: Any) -> dict[str, Style]:
     names = {module: name for name, module in model.named_modules()}
     embedding_name = names[embedding]
     head_name = names.get(head, "")  # a reward model has no such head
-    own_plan = PLANS.get(model.config.model_type) or model.tp_plan or {}  # by pattern of module names
-    style_names = {embedding_name: "embedding_rowwise", **own_plan}  # the plan may name another style
+    model_plan = PLANS.get(model.config.model_type) or model.tp_plan or {}  # by pattern of module names
+    style_names = {embedding_name: "embedding_rowwise", **model_plan}  # it may name another style for the embedding
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
-    if not own_plan:
+    if not model_plan:
         raise _refusal(model, "is empty")
     if unknown := sorted(set(style_names.values()) - STYLES.keys()):
         raise _refusal(model, f"uses {', '.join(unknown)}, which is not supported here")
@@ -179,18 +180,19 @@ def find_plan(model: Any) -> dict[str, Style]:
         plan |= {name: STYLES[style_name] for name in names.values() if regex.fullmatch(name)}
 
     # A parameter that may see slices and has no style would train on wrong gradients. A module may see slices if it is
-    # the parent or a sibling of a module with sliced outputs, which only those of embedding and head do not reach.
+    # the parent or a sibling of a module with sliced outputs; embedding and head do not count, as their outputs reach
+    # none of these.
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     sliced = {name for name, style in plan.items() if style in slicing} - {embedding_name, head_name}
     parents = {name.rpartition(".")[0] for name in sliced}
     for module, name in names.items():
-        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
+        name = name.removesuffix(".base_layer")  # the plan has a base layer under the name of its adapted layer
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
         if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
             raise _refusal(model, f"does not say how to shard {name}")
 
-    # The parts of an adapted layer, W x + B A x: conversions are linear, so those of W convert the sum's input and
-    # output.
+    # An adapted layer computes W x + B A x. Conversions are linear, so W's are done once for the sum: to the input and
+    # the output of the whole layer.
     for module, name in names.items():
         if not hasattr(module, "base_layer"):
             continue
@@ -211,10 +213,10 @@ def _refusal(model: Any, problem: str) -> InputError:
 
 
 def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Replace the own parameters of `modules`, by full name, by slices, and make their forwards compute with these.
+    """Replace the parameters of `modules` by slices, and make their forwards compute with these.
 
-    Modules that share a tied parameter must be in one call. `plan` is that of `find_plan`; modules that it lacks are
-    replicated.
+    `modules` are by full name; only their own parameters are replaced, not those of submodules. Modules that share a
+    tied parameter must be in one call. `plan` is from `find_plan`; modules that it lacks are replicated.
     """
     slices = {}  # by whole parameter, so that tied ones stay tied; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
@@ -225,7 +227,7 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh)
-        if style.cut == "in" and isinstance(module, nn.Dropout):
+        if style.cut == "in" and isinstance(module, nn.Dropout):  # an adapter's, with sliced features
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
             module.forward = partial(_drop_own_features, module, mesh, width)
         if style.divided:
@@ -267,8 +269,8 @@ def _drop_own_features(dropout: nn.Dropout, mesh: DeviceMesh, width: int, x: Ten
 
     Every process draws the mask of all features, so that the random generators of the processes stay alike.
     """
-    kept = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
-    return x * kept[..., _own_slice(width, mesh)]
+    mask = nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
+    return x * mask[..., _own_slice(width, mesh)]
 
 
 def _slice_parameter(module: nn.Module, name: str, cut: str | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -283,12 +285,12 @@ def _slice_parameter(module: nn.Module, name: str, cut: str | None, mesh: Device
     local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None).to_local()
     if placements[0].is_shard():
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
-    sliced = join_parts(local, mesh, placements, like=parameter)
+    sliced = make_dtensor(local, mesh, placements, like=parameter)
     return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-def join_parts(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:
-    """Make a DTensor of which each process has its part `local`, with the shape and strides of the tensor `like`.
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:
+    """Return a DTensor whose part on this process is `local`, with the shape and strides of the tensor `like`.
 
     Nothing is sent.
     """
@@ -301,7 +303,8 @@ def _get_local_leaf(parameter: Any, name: str, style: Style, rank: int) -> Tenso
     The leaf is made once, and kept as the parameter's attribute `local`.
     """
     if not hasattr(parameter, "local"):
-        # Without gradients `to_local` returns the parameter's own tensor, which must not need one: detach it again.
+        # With gradients disabled, `to_local` returns the DTensor's own local tensor. Detach it again, so that
+        # `requires_grad_` below does not change that one.
         local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
             # Where the input is cut, outputs are summed over ranks, and only one rank may add the bias.
@@ -309,7 +312,7 @@ def _get_local_leaf(parameter: Any, name: str, style: Style, rank: int) -> Tenso
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
-            # The reference is weak, as a strong one would make a cycle of parameter, leaf and hook.
+            # The reference is weak, as a strong one would close a cycle: parameter, leaf, hook.
             local.register_post_accumulate_grad_hook(partial(_pass_gradient_on, weakref.ref(parameter), placements))
     return parameter.local
 
@@ -320,20 +323,20 @@ def _pass_gradient_on(owner: weakref.ref, placements: Sequence[Placement], local
     grad = local.grad
     local.grad = None
     if parameter.grad is None:
-        parameter.grad = join_parts(grad, parameter.device_mesh, placements, like=parameter)
+        parameter.grad = make_dtensor(grad, parameter.device_mesh, placements, like=parameter)
     else:
         parameter.grad.to_local().add_(grad)
 
 
 def _make_sliced_lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Return a forward that embeds the tokens whose rows this process has, and gives 0 for other tokens.
+    """Return a forward that embeds the tokens whose rows this process has, and returns zeros for other tokens.
 
     The sum over processes then has the embeddings of all tokens.
     """
     lookup = module.forward
     n_rows = module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start
-    if module.padding_idx is not None:  # the row that gets no gradient: only the process that has it needs the index
+    if module.padding_idx is not None:  # this row gets no gradient: only the process that has it needs the index
         local_padding_idx = module.padding_idx - first_row
         module.padding_idx = local_padding_idx if 0 <= local_padding_idx < n_rows else None
 

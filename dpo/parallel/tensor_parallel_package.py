@@ -1,6 +1,7 @@
-"""Tensor parallelism with the package `tensor_parallel` 2.0.0, which has a thread for each device of one process.
+"""Tensor parallelism with the package `tensor_parallel` 2.0.0, which runs a thread for each device of one process.
 
-Its rules for GPT-2, GPT-NeoX and Llama are corrected for transformers 5 and for training. No other file uses it.
+Its rules for GPT-2, GPT-NeoX and Llama are corrected for transformers 5 and for training. No other file uses the
+package.
 """
 
 import re
@@ -18,13 +19,13 @@ FAMILIES = ("gpt2", "gpt_neox", "llama")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "SplitModel":
-    """Shard a copy of a model, which should be on the CPU; raise InputError if the package cannot shard it right."""
+    """Shard a copy of a model, which should be on the CPU; raise InputError if the package cannot do it correctly."""
     config = model.config
     fits = config.model_type in FAMILIES and config._attn_implementation in ("eager", "sdpa") and len(devices) > 1
     if config.model_type == "llama":
         fits = fits and config.head_dim * config.num_attention_heads == config.hidden_size
         fits = fits and not (config.attention_bias or config.mlp_bias)
-    # Backward would recompute one device's part, and wait forever for the parts of the other devices.
+    # With checkpointing, backward would recompute one device's part, and wait forever for those of the other devices.
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if not fits or recomputes:
         raise InputError(
@@ -37,16 +38,16 @@ def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> "Sp
 
 
 class SplitModel(torch.nn.Module):
-    """A model sliced over devices, whose `state_dict()` is the whole model's; `parameters()` hold each weight once.
+    """A model sliced over devices; `state_dict()` is the whole model's, and `parameters()` hold each weight once.
 
-    An optimizer's state is that of the slices, so a run continues only with as many devices.
+    An optimizer's state belongs to the slices, so a run continues only with the same number of devices.
     """
 
     def __init__(self, model: Any, devices: Sequence[torch.device]):
         super().__init__()
         try:
             from tensor_parallel import TensorParallel
-        except ImportError as error:  # often for pkg_resources, which setuptools 82 removed
+        except ImportError as error:  # often as it needs pkg_resources, which setuptools 82 removed
             raise InputError(
                 f"the package tensor_parallel cannot be imported ({error}); pip install tensor_parallel==2.0.0 "
                 f"'setuptools>=77,<82', or use tensor_parallel.backend=dtensor"
@@ -56,7 +57,7 @@ class SplitModel(torch.nn.Module):
         # A tied weight has two keys in a state dict, and one name here.
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
-        # Each tensor is sliced by the first pattern that its name matches; None: it is whole everywhere.
+        # By name: the rule of the first pattern that matches it, or None for a tensor that is whole on every device.
         self.rules = dict.fromkeys(self.name_of_key.values())
         for name in self.rules:
             matching = (rule for pattern, rule in package_config.state_rules.items() if pattern.search(name))
@@ -69,7 +70,7 @@ class SplitModel(torch.nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The package gathers norm layers' weights anew, as no gradient flows through those of an evaluation.
+        # Make the package gather norm layers' weights anew, as no gradient flows through those of an evaluation.
         self.sliced.sharding_manager._last_versions = None
         return self.sliced(*args, **kwargs)
 
@@ -88,7 +89,7 @@ class SplitModel(torch.nn.Module):
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
     """Return the package's config for a model, with corrected rules, and the rule for biases of summed outputs.
 
-    By that rule the first device has the whole bias.
+    By the latter the first device has the whole bias, and the others have zeros.
     """
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
@@ -110,13 +111,13 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple:
         if any(map(pattern.search, names)):  # the package warns about patterns that match no name
             package_config.state_rules[pattern] = first_device_rule if isinstance(rule, Scale) else rule
     # On CPUs the package's sum is in the order in which threads arrive, so results would differ between runs.
-    add_up = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
+    sum_rule = "sum" if is_gpu(devices[0]) else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     output_rules = {**package_config.output_rules, re.compile(f"{head}$"): {0: "sum"}}
     package_config.output_rules = {}
     for pattern, rule in output_rules.items():
         # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the
         # attention weights, which are not needed.
-        package_config.output_rules[pattern] = {0: add_up if rule[0] == "sum" else rule[0]}
+        package_config.output_rules[pattern] = {0: sum_rule if rule[0] == "sum" else rule[0]}
     package_config.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
     if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
         package_config.attr_rules = {}

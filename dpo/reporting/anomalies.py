@@ -15,9 +15,9 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFiniteGuard(Callback):
-    """Refuses an update with NaN or infinity, on every rank; rank 0 saves its examples."""
+    """Refuses an update with NaN or infinity, on every rank; rank 0 saves the update's examples."""
 
-    skipped = 0  # number of updates that were skipped so far
+    skipped = 0  # number of updates skipped so far
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -26,8 +26,8 @@ class NonFiniteGuard(Callback):
     def allows(self, update: Update) -> bool:
         """Refuse an update with NaN or infinity: raise NonFinite or, with nan_policy=skip, return False.
 
-        After MAX_SKIPPED skipped updates it raises NonFinite, too.
-        A gradient that overflows float16 is the trainer's to refuse, as long as its loss can be scaled down.
+        After MAX_SKIPPED skipped updates it raises NonFinite, too. A gradient that overflows float16 while the loss
+        scale can still be halved is allowed here: the trainer does not apply it, and halves the scale.
         """
         grad_norm = update.metrics["grad_norm"]
         losses = update.table["loss/train"]
@@ -52,7 +52,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write_examples(self, folder: Path, update: Update) -> None:
-        """Write an update's examples as a dataset that `dataset_sources` takes, each with its metrics."""
+        """Write an update's examples, each with its metrics, as a dataset that the key `dataset_sources` can name."""
         trains_on = self.plan.loss.trains_on
         records = []
         for i, example in enumerate(update.examples):
@@ -91,7 +91,7 @@ class NonFiniteGuard(Callback):
 
 
 class CollapseWarner(Callback):
-    """Warns once of a collapse. It reads the run's logs, so it must come after FileLogger, which writes them."""
+    """Warns once of a collapse. It reads the run's logs, so it must be called after FileLogger, which writes them."""
 
     _has_warned = False
 

@@ -1,4 +1,4 @@
-"""Events of a run, and its callbacks, each of which owns its files and its part of a checkpoint."""
+"""Events of a run, and the callbacks that get them; a callback owns its files and its part of a checkpoint."""
 
 import io
 import pickle
@@ -19,27 +19,27 @@ class Update(NamedTuple):
     """An update on a global batch of B examples, applied or refused."""
 
     number: int  # from 1; refused updates count
-    n_examples: int  # in this and all updates before, refused ones included
+    n_examples: int  # in this and all earlier updates, refused ones included
     examples: Sequence[Example]
-    table: Mapping[str, torch.Tensor]  # metrics of each example and the reference's log-probabilities, (B,) each
+    table: Mapping[str, torch.Tensor]  # by name, metrics of each example and the reference's log-probabilities, (B,)
     metrics: Mapping[str, float]  # means over the examples, and grad_norm; in `on_update` also lr, speed and others
-    drawn: Mapping[int, OnlinePair] = {}  # the policy's answers, by index in `examples`
+    drawn: Mapping[int, OnlinePair] = {}  # in an online run, the answers drawn, by index in `examples`
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference, drawn at an evaluation to be shown."""
+    """A prompt with answers of policy and reference, generated at an evaluation for people to read."""
 
     prompt: str
     policy: str
     reference: str | None  # None without a reference, or if it was freed
-    policy_ended: bool | None = None  # with an end token, not cut off; None if unknown
+    policy_ended: bool | None = None  # whether by an end token, not cut off; None if unknown
     reference_ended: bool | None = None
-    turns: str = ""  # the prompt for readers, without control tokens
+    turns: str = ""  # the prompt as people read it, without control tokens
 
 
 class Evaluation(NamedTuple):
-    n_updates: int  # before it
-    n_examples: int  # trained on before it
+    n_updates: int  # before the evaluation
+    n_examples: int  # trained on before the evaluation
     metrics: Mapping[str, float]
     examples: Sequence[Example] = ()
     table: Mapping[str, torch.Tensor] = {}  # as in `Update`
@@ -50,8 +50,8 @@ class RunContext(NamedTuple):
     run_dir: Path
     rank: int
     data: TrainingData
-    log: Callable  # prints a message, on rank 0
-    policy: Any = None  # the model that is trained, distributed as it is (`dpo.parallel.sharding` gathers weights)
+    log: Callable  # prints a message, on rank 0 only
+    policy: Any = None  # the model that is trained, perhaps sharded (`dpo.parallel.sharding` gathers weights)
 
     def count_parameters(self) -> dict:
         """Return the policy's numbers of parameters under the key `parameters`; {} if the context has no policy."""
@@ -59,12 +59,12 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """A receiver of a run's events; those that it does not override do nothing.
+    """Receives a run's events; methods that a subclass does not override do nothing.
 
     Callbacks are made before a checkpoint is loaded.
     """
 
-    files: tuple[str, ...] = ()  # files in the run directory that it appends to
+    files: tuple[str, ...] = ()  # files in the run directory that the callback appends to
     derived: tuple[str, ...] = ()  # files made from `files`
 
     def __init__(self, context: RunContext):
@@ -75,14 +75,14 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Decide whether this process has this callback; most run on rank 0 alone."""
+        """Return whether this process gets this callback; most callbacks are on rank 0 alone."""
         return context.rank == 0
 
     def on_start(self) -> None:
-        """Open files; on a resume, `load_state_dict` came before."""
+        """Called before the first update, on a resume after `load_state_dict`: open files."""
 
     def allows(self, update: Update) -> bool:
-        """Decide whether to apply an update; all ranks must agree."""
+        """Return whether to apply an update, the same on all ranks."""
         return True
 
     def on_update(self, update: Update) -> None:
@@ -92,34 +92,34 @@ class Callback:
         """Called after an evaluation on held-out examples, with its metrics."""
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        """Called with an evaluation's samples, which are none if sampling failed."""
+        """Called with an evaluation's samples; there are none if sampling failed."""
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         """Called with the policy's most probable answers to a few held-out prompts, by prompt."""
 
     def on_abort(self, reason: str) -> None:
-        """Called if the run aborts, as a loss or gradient is not finite; `on_end` follows."""
+        """Called if the run aborts because a loss or gradient is not finite; `on_end` follows."""
 
     def on_end(self) -> None:
-        """Called once the run is complete, was stopped, or aborted: close files."""
+        """Called once, when the run is complete, stopped or aborted: close files."""
 
     def state_dict(self) -> dict:
-        """Return what a checkpoint keeps of this callback: tensors, numbers, texts, lists and dicts."""
+        """Return the state that a checkpoint keeps, made of tensors, numbers, texts, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Take back what `state_dict` returned; {} if the checkpoint has no state of this callback."""
+        """Restore the state that `state_dict` returned; it is {} if the checkpoint has none of this callback."""
 
 
 class Callbacks:
     """The callbacks of a run, in the order of their calls."""
 
-    def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback):
-        """`table` has the classes from which callbacks are made; those `given` exist already, and are called first."""
+    def __init__(self, table: Mapping[str, type[Callback]], context: RunContext, **existing: Callback):
+        """Make callbacks from the classes in `table` that are wanted; `existing` callbacks are called before them."""
         wanted = {
             name: callback_class(context) for name, callback_class in table.items() if callback_class.is_wanted(context)
         }
-        self.callbacks = {**given, **wanted}
+        self.callbacks = {**existing, **wanted}
 
     def emit(self, event: str, *details: Any) -> None:
         """Call the method `on_EVENT` of every callback."""
@@ -127,14 +127,14 @@ class Callbacks:
             getattr(callback, f"on_{event}")(*details)
 
     def allow(self, update: Update) -> bool:
-        """Return whether all callbacks allow an update. Each is asked, whatever others say, as it may log or count."""
+        """Return whether all callbacks allow an update. Each is asked even after a refusal, as it may log or count."""
         decisions = [callback.allows(update) for callback in self.callbacks.values()]
         return all(decisions)
 
     def state_dict(self) -> dict:
         """Return the callbacks' states by name.
 
-        Raises TypeError for a state that could not be restored: checkpoints are read without running code in them.
+        Raises TypeError for a state that could not be restored: checkpoints are read with `weights_only=True`.
         """
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         content = io.BytesIO()

@@ -18,50 +18,50 @@ from dpo.system.run_directory import add_run_facts, timestamp
 class Appender(Callback):
     """Appends lines to `files` on rank 0 alone; a resumed run first truncates them to their sizes at the checkpoint.
 
-    A file that is shorter, or that the checkpoint does not know, is renamed together with `derived`, the files that are
-    made from `files`; the complete records that the checkpoint knows go into a new file.
+    A file that is now shorter than that, or that the checkpoint does not know, is renamed, as are `derived`, the files
+    made from `files`. The complete records that the checkpoint knows are written to a new file.
     """
 
     _sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
 
     def append(self, name: str, lines: Iterable[str]) -> None:
-        """Append lines, which are given without newlines, to a file in the run's directory."""
+        """Append lines, which have no newlines, to a file in the run's directory."""
         if self.context.rank == 0:
             content = "".join(f"{line}\n" for line in lines)
             with (self.run_dir / name).open("ab") as file:
                 file.write(content.encode("utf-8", "replace"))
 
     def find_end(self, path: Path, size: int) -> int:
-        """Return the offset in bytes at which the last complete record, here a line, of the first `size` bytes ends."""
+        """Return the offset of the end of the last complete record, here a line, within the first `size` bytes."""
         with path.open("rb") as file:
             return file.read(size).rfind(b"\n") + 1
 
     def on_start(self) -> None:
-        """Truncate the files to what the checkpoint knows, or rename them (see the class)."""
+        """Truncate the files to their sizes at the checkpoint, or rename them (see the class)."""
         if self.context.rank != 0:
             return
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path = self.run_dir / name
             size = path.stat().st_size if path.exists() else 0
             saved_size = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
-            end = 0  # where the last complete record that the checkpoint knows ends
+            end = 0  # offset of the end of the last complete record that the checkpoint knows
             if saved_size > 0 and size > 0:
                 end = self.find_end(path, min(saved_size, size))
             is_unknown = saved_size < 0 < size  # the file has lines of another run
             if end < saved_size or is_unknown:
-                complete = path.read_bytes()[:end] if size else b""  # read now, as the file is renamed below
+                records = path.read_bytes()[:end] if size else b""  # read now, as the file is renamed below
                 warning = f"{path} is not as the run's checkpoint knows it"
                 for file in (*(self.run_dir / derived for derived in self.derived), path):
                     if file.exists():
                         warning += f"; {file.name} is renamed to {move_aside(file).name}"
                 self.log(WarningLine(warning))
                 if size:
-                    path.write_bytes(complete)
+                    path.write_bytes(records)
             elif size > end:
                 os.truncate(path, end)
 
     def state_dict(self) -> dict:
-        """Return the sizes of files, which are synced first: a checkpoint must not know more than the disk has."""
+        """Return the sizes of files after syncing them: a checkpoint must not record bytes that are not on the disk."""
         sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
             path = self.run_dir / name
@@ -78,10 +78,10 @@ class FileLogger(Appender):
     """Logs metrics, samples and answers; adds parameter counts and the run's end to `env.json`."""
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
-    _drawn: Sequence[dict] = ()  # records of the last update's answers, which the next evaluation logs
+    _drawn: Sequence[dict] = ()  # records of the answers that the last update drew, which the next evaluation logs
 
     def on_start(self) -> None:
-        """Truncate the files as any Appender does, and note in `env.json` how many parameters the policy has."""
+        """Truncate the files as any Appender does, and write to `env.json` how many parameters the policy has."""
         super().on_start()
         add_run_facts(self.run_dir, **self.context.count_parameters())
 

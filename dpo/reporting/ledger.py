@@ -1,4 +1,4 @@
-"""The ledger (`ledger=true`), whose files are in `dpo/analysis/ledger.py`."""
+"""The callback that writes the ledger (`ledger=true`); `dpo/analysis/ledger.py` has the format of its files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +10,9 @@ from dpo.reporting.files import Appender
 
 
 class Ledger(Appender):
-    """Appends rows of all updates and evaluations, also of skipped updates.
+    """Appends the rows of each update, even of a skipped one, and of each evaluation.
 
-    At the start and at the end it writes all rows as Parquet.
+    At the start and at the end of a run it writes all rows as Parquet.
     """
 
     files = (STREAM,)
@@ -48,7 +48,7 @@ class Ledger(Appender):
         """
         n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
-        score = "rewards" if self.plan.loss.scalar_head else "logps"
+        scores = "rewards" if self.plan.loss.scalar_head else "logps"
         rows = []
         for i, example in enumerate(event.examples):
             row = {
@@ -64,7 +64,7 @@ class Ledger(Appender):
             metrics = {"loss": f"loss/{split}", "margin": f"rewards_{split}/margins"}  # in `event.table`, by column
             for role, n_tokens in zip(example.roles, example.n_scored, strict=True):
                 row[f"{role}_tokens"] = n_tokens
-                metrics |= {f"policy_{role}": f"{score}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
+                metrics |= {f"policy_{role}": f"{scores}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
             row |= {column: event.table[name][i].item() for column, name in metrics.items() if name in event.table}
             if i in drawn:
                 row |= _describe_drawn(drawn[i])
@@ -73,7 +73,7 @@ class Ledger(Appender):
 
 
 def _describe_drawn(drawn: OnlinePair) -> dict:
-    """Return the columns of a ledger's row that only pairs drawn by the policy have."""
+    """Return the values of the columns that only pairs drawn by the policy have."""
     chosen, rejected = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {

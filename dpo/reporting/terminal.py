@@ -16,7 +16,7 @@ from dpo.settings.plan import Plan
 LINE = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"  # tqdm fills these in
 BAR = "{percentage:3.0f}% {remaining} left |{bar}| {desc} {n_fmt}/{total_fmt}{postfix}"  # fits 80 columns
 LINE_SECS = 10  # time between lines about a long task in a log file
-UPDATE_METRICS = {  # what a line about an update has: label and significant digits
+UPDATE_METRICS = {  # metrics in a line about an update: (label, significant digits)
     "loss/train": ("loss", 4),
     "rewards_train/accuracies": ("acc", 2),
     "rewards_train/margins": ("margin", 3),
@@ -39,16 +39,16 @@ class Progress(Callback):
         self.batch_size = plan.data.batch_size
         self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
-        self._bars: list[tqdm.tqdm] = []  # each task runs inside the one before it
+        self._bars: list[tqdm.tqdm] = []  # of the running tasks; each task runs inside the one before it
 
     def track_updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Yield `items`, the updates that remain of `total` after `done`, under a bar; `on_update` moves it."""
+        """Yield `items`, the updates that remain of `total` after `done`, under a bar, which `on_update` advances."""
         with self._showing_bar("update", total, done):
             yield from items
 
     def track(self, items: Iterable, *, total: int, what: str) -> Iterator:
         """Yield the items of a task under a bar of its own; the task may run inside another one, such as training."""
-        self._last_line_time = time.monotonic()
+        self._last_line_time = time.monotonic()  # a task shorter than LINE_SECS prints no line
         with self._showing_bar(what, total):
             for n_done, item in enumerate(items):
                 if n_done:
@@ -56,7 +56,7 @@ class Progress(Callback):
                 yield item
 
     def show_part(self, done: int, total: int, what: str) -> None:
-        """Note at the innermost bar how many parts of its current item are done, as `WHAT DONE/TOTAL`."""
+        """Show beside the innermost bar how many parts of its current item are done, as `WHAT DONE/TOTAL`."""
         if self._bars and total > 1:
             self._show(self._bars[-1].n, f"{what} {done}/{total}")
 
@@ -94,7 +94,7 @@ class Progress(Callback):
 
     @contextmanager
     def _showing_bar(self, what: str, total: int, done: int = 0) -> Iterator:
-        """Show a task's bar inside; without a terminal, a bar that is not drawn computes the times for the lines."""
+        """Show a task's bar while the context is open; without a terminal, tqdm only computes the text of the lines."""
         bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -102,7 +102,7 @@ class Progress(Callback):
             bar_format=BAR if self.show_bar else LINE,
             file=_find_original_stdout() if self.show_bar else io.StringIO(),
             leave=not self._bars,  # the outermost bar stays
-            smoothing=0,  # the time left goes by the mean speed
+            smoothing=0,  # the time left is estimated from the mean speed
             miniters=0,
             dynamic_ncols=self.show_bar,
         )
@@ -114,14 +114,14 @@ class Progress(Callback):
             if bar in self._bars:  # unless `close` has closed it
                 self._bars.remove(bar)
                 bar.close()
-            # A task before the first update, such as an evaluation, must not count in the speed of the updates.
+            # The time of a task before the first update, such as an evaluation, must not lower the speed of updates.
             if self._bars and self._bars[-1].n == self._bars[-1].initial:
                 self._bars[-1].start_t += time.monotonic() - start
 
     def _show(self, done: float, note: str = "", interval: float = LINE_SECS) -> None:
-        """Show that `done` items of the innermost task are done, and a note.
+        """Show at the innermost bar that `done` items are done, and a note.
 
-        Where bars are not drawn, print the bar's text, unless the last line is younger than `interval` seconds.
+        Where bars are not drawn, print the bar's text, unless a line was printed less than `interval` seconds ago.
         """
         bar = self._bars[-1]
         bar.set_postfix_str(note, refresh=False)

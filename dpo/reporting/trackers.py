@@ -15,12 +15,12 @@ from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Updat
 from dpo.system.host import is_installed
 from dpo.system.run_directory import REPORT
 
-FLUSH_SECS = 10  # a killed run loses the events of TensorBoard of at most this time
+FLUSH_SECS = 10  # a killed run loses at most this many seconds of TensorBoard's events
 FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
-    _n_examples = -1  # at the last event
+    _n_examples = -1  # trained on at the last event; -1 before the first one
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -29,7 +29,7 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # `purge_step` hides what an earlier process logged after the checkpoint, as this process logs it again
+        # `purge_step` hides what an earlier process logged after the checkpoint, as this process logs it again.
         self._writer = SummaryWriter(
             str(self.run_dir / "tensorboard"), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS
         )
@@ -76,7 +76,7 @@ class WandbLogger(Callback):
         return super().is_wanted(context) and plan.wandb.enabled and not plan.run.debug and is_installed("wandb")
 
     def on_start(self) -> None:
-        # W&B's cache would fill up the home directory, unless the user has moved it
+        # W&B's cache would fill up the home directory, unless the user has moved it.
         if not {"WANDB_CACHE_DIR", "XDG_CACHE_HOME"} & os.environ.keys():
             os.environ["WANDB_CACHE_DIR"] = os.path.abspath(self.plan.run.local_dir)
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -109,13 +109,13 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
-        """Start a W&B run, and say where it is. Without a key or after an error it is an offline run, kept on disk."""
-        # Metadata would have the command line, which may hold secrets.
+        """Start a W&B run, and print where it is. Without an API key or after an error it is offline, kept on disk."""
+        # `x_disable_meta`: W&B's metadata would have the command line, which may hold secrets.
         own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
         init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
-            # By default `login` would ask for a key on a terminal; modes other than online need none.
+            # `prompt=False`: else `login` asks for a key on a terminal. Modes other than online need no key.
             if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
                 run = init(mode=None)
                 print(f"W&B: {run.url or run.dir}")
@@ -128,7 +128,7 @@ class WandbLogger(Callback):
         return run
 
     def on_update(self, update: Update) -> None:
-        """Log the metrics, unless others were sent less than `minimum_log_interval_secs` ago."""
+        """Log the metrics, unless an update's were sent less than `minimum_log_interval_secs` ago."""
         now = time.monotonic()
         if now - self._last_train_time >= self.plan.run.minimum_log_interval_secs:
             self._last_train_time = now
@@ -176,7 +176,7 @@ class WandbLogger(Callback):
             print(WarningLine(warning), flush=True)
 
     def state_dict(self) -> dict:
-        """Return what continues the W&B run, and the run's directory, as only a run in this directory continues it."""
+        """Return the W&B run's id, and the run's directory: only a run in this directory may continue the W&B run."""
         return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -197,5 +197,5 @@ class WandbLogger(Callback):
         """Upload a file if it exists and `wandb.artifacts` is true."""
         file = self.run_dir / name
         if self.plan.wandb.artifacts and file.is_file():
-            # W&B takes both paths for glob patterns, so they are escaped
+            # W&B reads both paths as glob patterns, so they are escaped.
             self._unless_disabled(self.run.save, escape(str(file)), escape(str(self.run_dir)), "now")

@@ -1,4 +1,7 @@
-"""The command line, checked before and after Hydra composes it: it may store no secret, and files may name no code."""
+"""The command line, checked before and after Hydra composes a config from it.
+
+A sweep, whose command line Hydra writes to disk, may contain no secret. A user's config file may name no code to run.
+"""
 
 import itertools
 import re
@@ -32,13 +35,13 @@ FLAGS = (*MULTIRUN, *HELP, VERSION, "--hydra-help", "--resolve")
 WITH_VALUE = (
     "-c", "--cfg", *CONFIG_DIR_OPTIONS, "-p", "--package", "-i", "--info", "-sc", "--shell-completion",
 )  # fmt: skip
-# Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
+# Hydra's own keys that an override may set; others can name code, which Hydra would import and call
 ALLOWED_HYDRA_KEYS = re.compile(r"hydra\.((run|sweep)\.(sub)?dir|verbose)|hydra[./](launcher|sweeper).*")
 # Hydra records in these keys how it composed a config.
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", "hydra.searchpath", "hydra.job.override_dirname")
 # A config can run code through these keys of this project.
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function", "plugins")
-# NAME = VALUE, with NUL between arguments
+# matches NAME = VALUE, NAME =VALUE and NAME= VALUE in arguments that are joined by NUL
 SPACES_AROUND_EQUALS = re.compile(r"(?:^|\0)([\w./@]+)(?:\0=\0|\0=|=\0)([^\0=]+)(?=\0|$)")
 QUOTES = "'\""
 PARSER = OverridesParser.create()
@@ -55,25 +58,25 @@ class CommandLine(NamedTuple):
 
     @property
     def search_path(self) -> list[str]:
-        """The override by which Hydra finds a user's config files."""
+        """The override by which Hydra finds the user's config files, in a list; [] without --config-dir."""
         if not self.config_dir:
             return []
         path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
         return [f"hydra.searchpath=['file://{path}']"]
 
     def list_choices(self, group: str) -> list[str]:
-        """List what a config group offers, with the user's files; [] if it is not a group."""
+        """List the options of a config group, with those in the user's files; [] if there is no such group."""
         folders = [Path(folder, group) for folder in (CONFIG_DIR, self.config_dir) if group and folder]
-        options = {file.stem for folder in folders for file in folder.glob("*.yaml")}
+        choices = {file.stem for folder in folders for file in folder.glob("*.yaml")}
         if group == "loss":
-            options |= ADDED_LOSSES.keys()
-        return sorted(options)
+            choices |= ADDED_LOSSES.keys()
+        return sorted(choices)
 
 
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
-    """Return arguments for Hydra, and the plan. Exits with status 2 for bad input.
+    """Return arguments for Hydra, and the plan. Exits after --help and --version, and with status 2 for bad input.
 
-    There is no plan if Hydra shows something in place of running, or for a sweep.
+    The plan is None for a sweep, and if Hydra's options (such as `--cfg job`) only show something.
     """
     try:
         line = parse(arguments)
@@ -89,7 +92,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
 
 
 def exit_with(problems: list[str]) -> NoReturn:
-    """Exit with status 2; one process of a launch prints the problems."""
+    """Print the problems, on rank 0 alone, and exit with status 2."""
     if is_launched_as_rank_0():
         lines = [f"  - {redact(problem)}" for problem in problems]
         print("bad configuration:", *lines, sep="\n", file=sys.stderr)
@@ -100,7 +103,10 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line, and run its plugins. Raises InputError for an option that is unknown or abbreviated."""
+    """Parse a command line, and run its plugins.
+
+    Raises InputError for an unknown or abbreviated option, spaces around =, and a --config-dir that is no directory.
+    """
     options = []
     overrides = []
     config_dir = None
@@ -119,9 +125,9 @@ def parse(arguments: list[str]) -> CommandLine:
             if name not in WITH_VALUE:
                 setting = name.lstrip("-").replace("-", "_")
                 advice = f"settings are NAME=VALUE, and the options are {', '.join((*FLAGS, *WITH_VALUE))}"
-                known = setting if setting in KEYS else find_alias(setting)
-                if known:
-                    advice = f"write {known}={value or 'VALUE'}" if known in KEYS else f"here it is {known}"
+                our_name = setting if setting in KEYS else find_alias(setting)
+                if our_name:
+                    advice = f"write {our_name}={value or 'VALUE'}" if our_name in KEYS else f"here it is {our_name}"
                 raise InputError(f"{name} is not an option here: {advice}")
             if name not in CONFIG_DIR_OPTIONS:
                 options += [name, value]
@@ -132,26 +138,26 @@ def parse(arguments: list[str]) -> CommandLine:
     _load_plugins(overrides)
     line = CommandLine(options, [], config_dir)
     for override in overrides:
-        line.overrides.extend(_place_model(override, line))
+        line.overrides.extend(_expand_model(override, line))
     return line._replace(overrides=[_mark_for_hydra(override, line) for override in line.overrides])
 
 
-def _place_model(override: str, line: CommandLine) -> list[str]:
-    """Return the overrides that `model=NAME` stands for, and any other override alone, as it is.
+def _expand_model(override: str, line: CommandLine) -> list[str]:
+    """Return the overrides that `model=NAME` stands for; any other override is returned alone, as it is.
 
-    NAME is a config of `config/model`, or else a directory or Hub id.
+    NAME is a config of `config/model`, or else a directory or Hub id. If it is both, it means the config.
     """
-    names = override.removeprefix("model=").split(",")
-    are_places = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
-    if not override.startswith("model=") or not are_places:
+    names = override.removeprefix("model=").split(",")  # several in a sweep
+    are_models = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
+    if not override.startswith("model=") or not are_models:
         return [override]
-    meaning = placed = f"model.name_or_path={','.join(map(_quote, names))}"
+    meaning = path_override = f"model.name_or_path={','.join(map(_quote, names))}"
     is_config = {*names} <= {*line.list_choices("model")}
     if is_config:
         meaning = f"its config; the directory is model=./{names[0]}"
     if is_launched_as_rank_0():
         print(f"{override} is taken for {meaning}", file=sys.stderr)
-    return [override] if is_config else ["model=blank_model_bfloat16", placed]
+    return [override] if is_config else ["model=blank_model_bfloat16", path_override]
 
 
 def _quote(value: str) -> str:
@@ -160,22 +166,22 @@ def _quote(value: str) -> str:
 
 
 def _load_plugins(overrides: Sequence[str]) -> None:
-    """Run the plugins that the command line names, and tell Hydra their losses. A config file may name no plugins."""
+    """Run the plugins that the command line names, and register their losses with Hydra. Config files may name none."""
     for override in overrides:
         if parse_key(override) == "plugins":
-            with suppress(HydraException):  # `_explain_override` says what is wrong
+            with suppress(HydraException):  # `_explain_override` reports an override that cannot be parsed
                 load_plugins(PARSER.parse_override(override).value())
     for name in ADDED_LOSSES:
         ConfigStore.instance().store(f"{name}.yaml", describe_added_loss(name), group="loss")
 
 
 def parse_key(override: str) -> str:
-    """Return the key that an override sets, without Hydra's marks."""
+    """Return the key that an override sets, without Hydra's marks (+, ++ and ~)."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
 def split_sweep(override: str) -> list[str]:
-    """Split `loss.beta=0.1,0.5` into an override for each value."""
+    """Split `loss.beta=0.1,0.5` into an override for each value; return an override of one value alone."""
     parsed = PARSER.parse_override(override)
     if not parsed.is_discrete_sweep():
         return [override]
@@ -183,14 +189,17 @@ def split_sweep(override: str) -> list[str]:
 
 
 def _mark_for_hydra(override: str, line: CommandLine) -> str:
-    """Put `++` before an override, with which Hydra takes any key; `find_problems` refuses those that it should."""
+    """Put `++` before an override, so that Hydra accepts any key; `find_problems` then refuses unknown keys.
+
+    Overrides of config groups and of Hydra's own keys get no `++`.
+    """
     key = parse_key(override)
     if override.startswith("~") or "=" not in override or _is_hydra_key(key):
         return override
     if line.list_choices(key.partition("@")[0]):
         # An experiment is added, as none is chosen by default; an option of another group replaces the default one.
         return f"+{override}" if override.startswith("experiment=") else override
-    # Beside dataset_sources.NAME.columns=..., dataset_sources.NAME=PLACE means dataset_sources.NAME.path=PLACE.
+    # With dataset_sources.NAME.columns=... beside it, dataset_sources.NAME=PATH means dataset_sources.NAME.path=PATH.
     has_other_keys = any(parse_key(other).startswith(f"{key}.") for other in line.overrides)
     if key.startswith("dataset_sources.") and has_other_keys:
         override = override.replace("=", ".path=", 1)
@@ -198,6 +207,7 @@ def _mark_for_hydra(override: str, line: CommandLine) -> str:
 
 
 def _is_hydra_key(key: str) -> bool:
+    """Whether a key is Hydra's own, such as `hydra.run.dir`, `hydra/launcher` or `loss@hydra.NAME`."""
     return re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
 
 
@@ -205,26 +215,29 @@ def _is_hydra_key(key: str) -> bool:
 
 
 def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
-    """Find the plan that `check_command_line` returns, and the problems of all jobs."""
+    """Return the plan that `check_command_line` returns, and the problems of the run, or of all jobs of a sweep."""
     problems = []
     refused = []
     for override in line.overrides:
         if sentence := _explain_override(override, line):
             problems.append(sentence)
             refused.append(f"{parse_key(override)}.")
-    unknown = tuple(refused)  # what depends on a refused override is not known
-    accepted = [override for override in line.overrides if not f"{parse_key(override)}.".startswith(unknown)]
+    # Refused keys, and keys below them, are left out of the config, and nothing more is said about them.
+    refused_prefixes = tuple(refused)
+    accepted = [override for override in line.overrides if not f"{parse_key(override)}.".startswith(refused_prefixes)]
     if line.config_dir:
         for file in Path(line.config_dir).rglob("*.yaml"):
             name = file.relative_to(line.config_dir)
             if (CONFIG_DIR / name).exists():
                 problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
-    name = typed.get("experiment")
-    # An experiment with a twin NAME_lora has the learning rate of all weights, and the twin that of an adapter.
-    has_rates = "lr" in typed or f"{name}_lora" not in line.list_choices("experiment")
-    if not has_rates and typed.get("lora", "none") != "none":
-        problems.append(f"experiment={name} has a learning rate for all weights: set experiment={name}_lora, or lr")
+    experiment = typed.get("experiment")
+    # An experiment NAME beside NAME_lora has a learning rate for all weights; NAME_lora has the one for an adapter.
+    fits_adapter = "lr" in typed or f"{experiment}_lora" not in line.list_choices("experiment")
+    if not fits_adapter and typed.get("lora", "none") != "none":
+        problems.append(
+            f"experiment={experiment} has a learning rate for all weights: set experiment={experiment}_lora, or lr"
+        )
     plan = None
     for job in itertools.product(*map(split_sweep, accepted)):
         try:
@@ -237,10 +250,10 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
             own_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             plan = resolve(own_config, gpus=UNCOUNTED, typed=typed)
             found = find_problems(plan)
-            if not found and not problems:  # only now, as counting GPUs may take an import of torch
+            if not found and not problems:  # GPUs are counted only now, as that may import torch, which takes seconds
                 plan = make_plan(plan.values, has_new_run_dir=plan.has_new_run_dir)
                 found = find_problems(plan)
-            problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(unknown)]
+            problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(refused_prefixes)]
     if line.is_sweep:
         plan = None
     return plan, list(dict.fromkeys(problems))
@@ -252,10 +265,11 @@ def _compose(overrides: list[str]) -> DictConfig:
 
 
 def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -> list[str]:
-    """Refuse keys that the user's config files set and that can name code."""
+    """Return a problem for each key that can name code and that the user's config files set."""
     if not line.config_dir:
         return []
-    # Comparing what Hydra composes with and without the files covers all that they contain, however they are chosen.
+    # The config is compared with one that Hydra composes without the files, so it does not matter how they set a key.
+    # Of the overrides, only those of Hydra's own keys are composed here: others may choose options in the files.
     without_files = _list_code(
         _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
     )
@@ -277,7 +291,7 @@ def _list_code(config: DictConfig) -> list[tuple[str, Any]]:
 
 
 def _explain_override(override: str, line: CommandLine) -> str | None:
-    """Say what is wrong with an override, whatever the others are; None if nothing is."""
+    """Say what is wrong with an override by itself, whatever the others are; None if nothing is."""
     key, equals, value = override.lstrip("+").partition("=")
     if key.startswith("~") or not equals or not key:
         return f"{override} is not an override: write NAME=VALUE, with no spaces around ="
@@ -292,23 +306,24 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
             value = "VALUE"
         return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={_quote(value.strip(QUOTES))}')}"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
-        number = value.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", value) else "ONE"
+        number = value.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", value) else "ONE"  # a decimal comma
         return (
             f"{key}={value} has several values: write {key}={number}, [A,B] for a list, or -m A,B to run each in turn"
         )
     group = key.partition("@")[0]
     if options := line.list_choices(group):
-        for job in split_sweep(override):
-            option = str(PARSER.parse_override(job).value())
+        for single in split_sweep(override):
+            option = str(PARSER.parse_override(single).value())
             if name := find_alias(option):
                 return f"{group}={option}: here it is {name}"
             if option not in options:
-                other = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
-                return f"{group}={option} is unknown{suggest(option, options)} ({other}there are {', '.join(options)})"
+                note = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""
+                return f"{group}={option} is unknown{suggest(option, options)} ({note}there are {', '.join(options)})"
         return None
-    if key in KEYS and not key.startswith("loss."):  # an option may have other types in other losses
-        is_fixed = not parsed.is_sweep_override() and "${" not in override
-        return find_value_problem(key, parsed.value()) if is_fixed else None
+    # An option of a loss may have other types in other losses, so `find_problems` checks its value.
+    if key in KEYS and not key.startswith("loss."):
+        is_literal = not parsed.is_sweep_override() and "${" not in override
+        return find_value_problem(key, parsed.value()) if is_literal else None
     is_known = any(f"{known}.".startswith(f"{key}.") for known in KEYS)  # as a key or a section
     if is_known or key.split(".")[0] in OPEN_MAPPINGS or _is_hydra_key(key):
         return None
@@ -319,13 +334,16 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
 
 
 def place_job(plan: Plan, hydra_config: Any) -> Plan:
-    """Give a sweep's job a directory with its number, inside `local_run_dir` if that is given, and a W&B group."""
-    sweep = plan.run.local_run_dir
-    job_dir = f"{sweep}/{hydra_config.job.num}"
+    """Return the plan of a sweep's job with a run directory that has the job's number, and the sweep's W&B group.
+
+    The directory is inside `local_run_dir` if the user set it, else beside the default one.
+    """
+    sweep_dir = plan.run.local_run_dir
+    job_dir = f"{sweep_dir}/{hydra_config.job.num}"
     if plan.has_new_run_dir:
-        sweep = hydra_config.sweep.dir
+        sweep_dir = hydra_config.sweep.dir
         job_dir = f"{plan.run.local_run_dir}_{hydra_config.job.num}"
-    return plan.change("local_run_dir", job_dir).change("wandb.group", plan.wandb.group or Path(sweep).name)
+    return plan.change("local_run_dir", job_dir).change("wandb.group", plan.wandb.group or Path(sweep_dir).name)
 
 
 def help_text() -> str:

@@ -39,7 +39,7 @@ Count = Annotated[int, ">= 1", CHANGEABLE]
 Text = Annotated[str, CHANGEABLE]
 Name = Annotated[str, PER_RUN]
 
-# --- names, whose code is in tables beside it -------------------------------------------------------------------------
+# --- optimizers, dtypes and trainers ----------------------------------------------------------------------------------
 
 Optimizer = Literal[  # a class of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
@@ -48,8 +48,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 VARLEN = "varlen"
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
 STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
-DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay makes weights smaller by lr * weight_decay of them
-LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # smaller changes of a weight, relative to it, are rounded away
+DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay shrinks a weight by the share lr * weight_decay
+LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # a relative change of a weight below this is rounded away
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 # Transformers sets these variables of every chat template, so chat_template_args cannot.
 SET_BY_TRANSFORMERS = {
@@ -70,7 +70,7 @@ BASIC = TrainerSpec("BasicTrainer")
 FSDP = TrainerSpec("FSDPTrainer", multi_process=True)
 TENSOR_PARALLEL = TrainerSpec("TensorParallelTrainer", multi_process=True, cuts_layers=True)
 PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True)  # tensor_parallel.backend=tensor_parallel
-PRECISION = ("model.autocast", "model.fsdp_policy_mp")  # keys that model.autocast=auto stands for
+PRECISION = ("model.autocast", "model.fsdp_policy_mp")  # the keys that model.autocast=auto decides
 TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ class ChatPlan(NamedTuple):
     chat: Literal["auto", "always", "never"]
     chat_template: Text | None  # in place of the tokenizer's
     chat_template_args: Mapping
-    chat_template_date: Name | None  # None: that of rendering
+    chat_template_date: Name | None  # None: the date of rendering
 
 
 class DataPlan(NamedTuple):
     datasets: str | list[str]
-    dataset_sources: Mapping  # no key of KEYS: `places.py` checks it
+    dataset_sources: Mapping  # not in KEYS, as `places.py` checks it
     holdout: Positive | None
     bad_records: Literal["refuse", "skip"]
     unpair: bool
@@ -257,7 +257,7 @@ class Key(NamedTuple):
     accepts: Callable[[Any], bool]
     wanted: str  # completes "must be"
     resume: ResumeRule
-    choices: tuple[str, ...]  # all values, if they are names
+    choices: tuple[str, ...]  # all allowed values of a Literal, else ()
 
 
 def is_text(value: Any) -> bool:
@@ -268,8 +268,8 @@ def are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
-TYPES = {  # a check of values, and what completes "must be"
-    int: (lambda v: type(v) is int, "an integer"),  # no bool
+TYPES = {  # by type: a check of a value, and what completes "must be"
+    int: (lambda v: type(v) is int, "an integer"),  # `isinstance` would accept a bool
     float: (lambda v: type(v) in (int, float), "a number"),
     bool: (lambda v: type(v) is bool, "true or false"),
     str: (is_text, "a text"),
@@ -283,7 +283,7 @@ TYPES = {  # a check of values, and what completes "must be"
 
 
 def read_key(annotation: Any) -> Key:
-    """Make a key of a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`. A key without a rule is FIXED."""
+    """Make a Key of a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`; without a ResumeRule it is FIXED."""
     may_be_null = NoneType in get_args(annotation)
     plain = get_args(annotation)[0] if may_be_null else annotation
     marks = []
@@ -318,7 +318,10 @@ def read_key(annotation: Any) -> Key:
 
 
 def is_within(value: float, bounds: str) -> bool:
-    """Whether a number is within bounds such as `> 0` or `[0, 1)`; without any, it must be finite."""
+    """Whether a number is within bounds such as `> 0` or `[0, 1)`; "" stands for no bounds.
+
+    Infinity is only within an interval that names it, such as `(0, inf]`.
+    """
     if "," in bounds:
         low, high = map(float, bounds[1:-1].split(","))
         return low < value < high or (value == low and bounds[0] == "[") or (value == high and bounds[-1] == "]")
@@ -327,7 +330,7 @@ def is_within(value: float, bounds: str) -> bool:
 
 
 def _list_keys() -> dict[str, Key]:
-    """List all keys, those of plugins too."""
+    """Make the table of all keys, to which plugins that have run add options of losses and names of optimizers."""
     types: dict = {
         "tensor_parallel.backend": Annotated[Literal["dtensor", "tensor_parallel"], CHANGEABLE],
         "tensorboard.enabled": Switch,
@@ -351,7 +354,11 @@ KEYS = _list_keys()
 
 
 def find_key(key: str, loss_name: Any) -> Key:
-    """Find a key. An option is the named loss's, as options of two losses may have the same name and other types."""
+    """Return the Key of a dotted key; for `loss.OPTION`, the one with the type that OPTION has in the named loss.
+
+    Options of two losses may have the same name and different types. If the named loss is unknown or lacks the option,
+    the type may be any loss's.
+    """
     group, _, option = key.partition(".")
     if group == "loss" and KEYS["loss.name"].accepts(loss_name):
         types = list_parameters(LOSSES[loss_name])
@@ -361,13 +368,16 @@ def find_key(key: str, loss_name: Any) -> Key:
 
 
 def load_plugins(files: Any) -> None:
-    """Let files of the user add losses, and more (`dpo.plugins`), before a config is checked."""
-    if are_names(files):  # else the check of this key says what is wrong
+    """Run the user's files that add losses and more (`dpo.plugins`), and add their keys to KEYS.
+
+    Call it before a config is checked. Raises InputError if a file fails, or takes the name of one of our optimizers.
+    """
+    if are_names(files):  # a wrong value is reported when the key `plugins` is checked
         plugins.run_plugins(files)
         if taken := {*get_args(Optimizer)} & plugins.OPTIMIZERS.keys():
             raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of ours: choose others")
         KEYS.update(_list_keys())
-        _compose.cache_clear()
+        _compose.cache_clear()  # it may have composed a config before its loss was added
 
 
 # --- configs of earlier versions --------------------------------------------------------------------------------------
@@ -389,7 +399,7 @@ def find_removed(key: str, value: Any) -> str | None:
 
 def update_recorded(config: Mapping) -> dict:
     """Translate the config of an earlier run, nested or by dotted key, to today's keys."""
-    updated = {"holdout": 0.1, **config}  # the share of runs that were made before there was the key
+    updated = {"holdout": 0.1, **config}  # runs from before this key held out this share
     average = updated.pop("sft_loss", "sum")
     loss = updated.get("loss")
     if isinstance(loss, Mapping) and loss.get("name") == "sft":
@@ -455,7 +465,7 @@ def _compose(**chosen: str) -> dict:
                 return load_file(file)
         return None
 
-    experiment = load_option("experiment") or {}
+    experiment = load_option("experiment") or {}  # before config.yaml, so that the options that it chooses stay chosen
     config = load_file(CONFIG_DIR / "config.yaml")
     del config["hydra"]
     for group in ("model", *GROUPS):
@@ -464,7 +474,7 @@ def _compose(**chosen: str) -> dict:
 
 
 def describe_added_loss(name: str) -> DictConfig:
-    """Return what a file of `config/loss` would have for a plugin's loss."""
+    """Return the content that a file of `config/loss` would have for a plugin's loss."""
     loss = LOSSES[name]
     defaults = ["_self_"]
     if loss.trains_on == "pairs" and not loss.scalar_head:
@@ -475,12 +485,12 @@ def describe_added_loss(name: str) -> DictConfig:
 
 
 def choose_defaults(values: Mapping) -> dict:
-    """Compose the defaults, with the options of GROUPS that these values, by dotted key, choose."""
+    """Compose the default config, nested, with the options of GROUPS that `values`, by dotted key, choose."""
     return compose_config(**{group: str(values.get(f"{group}.name", MISSING)) for group in GROUPS})
 
 
 def find_defaults(values: Mapping) -> dict:
-    """Find the defaults of `choose_defaults` by dotted key."""
+    """Return the config of `choose_defaults` flat, by dotted key."""
     return dict(dotted(choose_defaults(values)))
 
 

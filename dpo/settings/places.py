@@ -45,8 +45,8 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 ROWS_FOLDER = "dpo-rows"  # in the local directory
 
-# By what a loss trains on, the forms of custom data from which its examples can be made. A form is the fields of a
-# record. Online runs train on "prompts".
+# A form of custom data is the fields of its records. FORMS has, by what a loss trains on, the forms from which its
+# examples can be made. Online runs train on "prompts".
 WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 PAIRS = (("prompt", "chosen", "rejected"), WHOLE_PAIR_FIELDS)
 LISTS = (("prompt", "responses", "scores"), ("prompt", "responses"))
@@ -110,31 +110,31 @@ def check_exists(path: Path | None) -> None:
 class Source(NamedTuple):
     path: str  # local, or a Hub id
     revision: str | None = None  # a branch, tag or commit on the Hub
-    subset: str | None = None  # what `datasets` calls a config: one of the data sets of a repository
+    subset: str | None = None  # one of the data sets of a repository, which `datasets` calls a config
     columns: Mapping[str, str | None] = {}  # by fields of FIELDS; None: it has no column
-    reader: str | None = None  # a plugin's, which makes rows of the source's
+    reader: str | None = None  # name of a plugin's reader, which makes rows from the source's
 
     @classmethod
     def parse(cls, name: str, value: Any) -> "Source":
         """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
         key = f"dataset_sources.{name}"
-        given = value if isinstance(value, Mapping) else {"path": value}
-        for option, setting in given.items():
+        options = value if isinstance(value, Mapping) else {"path": value}
+        for option, setting in options.items():
             if removed := find_removed(f"{key}.{option}", setting):
                 raise InputError(removed)
             if option not in cls._fields:
                 raise InputError(f"{key} has the unknown key {option}: it may have {', '.join(cls._fields)}")
-        if not is_text(given.get("path")):
+        if not is_text(options.get("path")):
             raise InputError(
                 f"{key}={shorten(value)} must be a directory, file or Hub id, or a mapping with it as path"
             )
-        source = cls(**given)
+        source = cls(**options)
         columns = source.columns or {}
-        are_mapped = isinstance(columns, Mapping) and all(
+        are_valid = isinstance(columns, Mapping) and all(
             field in FIELDS and (is_text(column) or (column is None and field in OPTIONAL_FIELDS))
             for field, column in columns.items()
         )
-        if not are_mapped or (columns and name in BUILT_IN):
+        if not are_valid or (columns and name in BUILT_IN):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to your columns, such as "
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
@@ -153,7 +153,7 @@ class Source(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """What messages call the source; rows in memory, which became a file, are "data"."""
         return "data" if Path(self.path).parent.name == ROWS_FOLDER else self.path
 
     @property
@@ -164,7 +164,10 @@ class Source(NamedTuple):
 
 
 def place_datasets(values: Mapping) -> dict:
-    """Replace each path and Hub id in `datasets` by a name, whose source it becomes; wrong values stay as they are."""
+    """Replace each path and Hub id in `datasets` by a name made of it, whose source in `dataset_sources` it becomes.
+
+    Wrong values stay as they are. Returns a copy of `values`, the config.
+    """
     datasets = values["datasets"]
     if is_text(datasets):
         datasets = [datasets]
@@ -174,8 +177,8 @@ def place_datasets(values: Mapping) -> dict:
     sources = dict(values["dataset_sources"])
     taken = {*BUILT_IN, *DATASETS}
     for name, source in sources.items():
-        place = source.get("path") if isinstance(source, Mapping) else source
-        if place:
+        configured_path = source.get("path") if isinstance(source, Mapping) else source
+        if configured_path:
             taken.add(name)
     for name in datasets:
         path = find_local(name)
@@ -184,7 +187,7 @@ def place_datasets(values: Mapping) -> dict:
         new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
         if is_there and taken.isdisjoint([name, new_name]):
             taken.add(new_name)
-            # The config may have columns for the new name.
+            # The config may have columns and other options for the new name.
             sources[new_name] = {**(sources.get(new_name) or {}), "path": name}
             name = new_name
         names.append(name)
@@ -194,13 +197,13 @@ def place_datasets(values: Mapping) -> dict:
 def find_source(name: str, sources: Mapping) -> Source:
     """Find where a dataset is. The path of the demo and of a plugin's dataset is "".
 
-    Raises InputError for a name that is neither of these and has no source.
+    Raises InputError for a wrong source, and for another name without one.
     """
-    place = sources.get(name)
-    if place is None:
-        place = BUILT_IN.get(name) or None
-    if place is not None:
-        return Source.parse(name, place)
+    value = sources.get(name)
+    if value is None:
+        value = BUILT_IN.get(name) or None
+    if value is not None:
+        return Source.parse(name, value)
     if name in BUILT_IN or name in DATASETS:
         return Source("")
     with explaining(InputError, lambda why: InputError(f"datasets names {name}: {why}")):
@@ -218,12 +221,12 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
         return
     if taken := BUILT_IN.keys() & DATASETS:
         yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of ours: choose others")
-    given = [name for name, place in sources.items() if place is not None]
-    for name in dict.fromkeys([*datasets, *given]):
+    configured = [name for name, place in sources.items() if place is not None]
+    for name in dict.fromkeys([*datasets, *configured]):
         try:
             find_source(name, sources)
         except InputError as error:
-            yield Problem(f"dataset_sources.{name}" if name in given else "datasets", str(error))
+            yield Problem(f"dataset_sources.{name}" if name in configured else "datasets", str(error))
 
 
 # --- rows in memory ---------------------------------------------------------------------------------------------------
@@ -235,8 +238,8 @@ def store_rows(config: Mapping) -> dict:
     Raises InputError for rows that cannot be written.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
-    given = values.get("dataset_sources")
-    sources = dict(given) if isinstance(given, Mapping) else {}
+    configured = values.get("dataset_sources")
+    sources = dict(configured) if isinstance(configured, Mapping) else {}
     if _are_rows(values.get("datasets")):
         sources["rows"] = values["datasets"]
         values["datasets"] = ["rows"]
@@ -250,14 +253,14 @@ def store_rows(config: Mapping) -> dict:
 
 
 def _are_rows(value: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported it
+    datasets = sys.modules.get("datasets")  # no value is a Dataset if this is not imported
     if datasets is not None and isinstance(value, datasets.Dataset):
         return True
     return isinstance(value, list) and any(isinstance(row, Mapping) for row in value)
 
 
 def _simplify(value: Any) -> Any:
-    """Turn a value that JSON cannot write into one that it can write.
+    """Turn a value that JSON cannot write into one that it can.
 
     Values of numpy and pandas become Python's; dates and the like become text. Raises TypeError if there is no text.
     """
@@ -267,9 +270,9 @@ def _simplify(value: Any) -> Any:
         return value.decode(errors="backslashreplace")
     if hasattr(value, "tolist"):
         return value.tolist()
-    if type(value).__name__ in ("NAType", "NaTType"):  # as which pandas writes null
+    if type(value).__name__ in ("NAType", "NaTType"):  # pandas' nulls
         return None
-    if type(value).__str__ is object.__str__:  # it would be an address in memory
+    if type(value).__str__ is object.__str__:  # str() would show an address in memory
         raise TypeError(f"{shorten(value)} has no text of its own")
     return str(value)
 
@@ -284,7 +287,7 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             suffix = ".jsonl"
             lines = [json.dumps(dict(row), default=_simplify) + "\n" for row in rows]
             content = "".join(lines).encode()
-        else:  # a `datasets.Dataset`; Parquet keeps the names of its classes, which JSON would not
+        else:  # a `datasets.Dataset`; Parquet keeps the names of its classes, and JSON would not
             suffix = ".parquet"
             buffer = io.BytesIO()
             rows.to_parquet(buffer)

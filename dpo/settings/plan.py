@@ -18,7 +18,7 @@ from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
 
-UNCOUNTED = -1  # a plan's number of GPUs before they are counted, for which torch may have to be imported
+UNCOUNTED = -1  # the number of GPUs in a plan that is made before they are counted, which may import torch
 
 
 class ParallelDims(NamedTuple):
@@ -53,7 +53,7 @@ class Plan:
     gpus: int  # number of this machine's GPUs, or UNCOUNTED
     tensorboard: bool
     has_new_run_dir: bool  # whether local_run_dir is the default, a directory that no other run has
-    values: Mapping  # those of all keys, by dotted key
+    values: Mapping  # the values of all keys, by dotted key; also wrong ones, so that they can be reported
     # --- the keys by section
     run: keys.RunPlan
     data: keys.DataPlan
@@ -72,18 +72,22 @@ class Plan:
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Whether the base, rounded by `fsdp_frozen_weights=whole`, still equals a second model as reference."""
+        """Whether policy and reference start out equal under `fsdp_frozen_weights=whole`.
+
+        It rounds the base to the dtype in which the policy computes. A second model as reference is not rounded, so it
+        differs, unless it has this dtype anyway, or the base has.
+        """
         dtypes = (self.model.policy_dtype, self.reference_dtype)
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
     def trains_half_precision(self) -> bool:
-        """Whether the trained weights have 16 bits; an adapter's have 32."""
+        """Whether the trained weights have 16 bits; an adapter's weights always have 32."""
         return self.lora is None and self.model.policy_dtype != "float32"
 
     @property
     def precise_settings(self) -> str:
-        """The settings that compute as fast as 16-bit weights, and lose no update to rounding."""
+        """The overrides with which a run computes as fast as with 16-bit weights, and loses no update to rounding."""
         key = "model.fsdp_policy_mp" if self.trainer.multi_process else "model.autocast"
         return f"model.policy_dtype=float32 {key}={self.model.policy_dtype}"
 
@@ -100,14 +104,14 @@ class Plan:
     @property
     def n_microbatches(self) -> int:
         """Number of backward passes of an update in each process."""
-        fewest = 1
+        fewest = 1  # such that no microbatch has more than `microbatch_size` examples
         if self.data.microbatch_size:
             fewest = math.ceil(self.data.batch_size / (self.data.microbatch_size * self.dims.data_size))
         return max(fewest, self.data.gradient_accumulation_steps)
 
     @property
     def n_eval_microbatches(self) -> int:
-        """Number of forward passes for an evaluation batch: one, unless processes were lost (`microbatch_size`)."""
+        """Number of forward passes for an evaluation batch: 1, or more after a resume with fewer processes."""
         return math.ceil(self.n_microbatches / self.data.gradient_accumulation_steps)
 
     @property
@@ -118,6 +122,7 @@ class Plan:
 
     @property
     def caches_reference_first(self) -> bool:
+        """Whether the reference scores all examples before training, after which its memory is freed."""
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict:
@@ -125,7 +130,7 @@ class Plan:
         return _nest(self.values)
 
     def change(self, key: str, value: Any) -> "Plan":
-        """Return the plan with another value of one key, and what follows from it; the machine is not asked again."""
+        """Return a plan with another value of one key, and what follows from it; GPUs and processes stay as counted."""
         return make_plan(
             {**self.values, key: value},
             world_size=self.dims.world_size,
@@ -145,9 +150,9 @@ def resolve(
     """Make the plan of a config, which may lack keys; `find_problems` says what is wrong with it.
 
     `world_size` and `gpus` follow from config and machine, unless they are given. `with_plugins` runs the plugins that
-    the config names: never do so with that of an earlier run, which may be someone else's. `typed` are the keys that a
-    command line sets. An option that the chosen loss lacks is wrong if it is typed, and has no effect in a config file,
-    which may be for several losses.
+    the config names: never do so with the config of an earlier run, which may be someone else's. `typed` are the keys
+    that a command line sets. An option that the chosen loss lacks is wrong if it is typed; in a config file, which may
+    be for several losses, it has no effect.
     """
     nested: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     if with_plugins:
@@ -161,10 +166,10 @@ def resolve(
     if keys.are_names(values["plugins"]):
         values["plugins"] = [os.path.abspath(os.path.expanduser(file)) for file in values["plugins"]]
     defaults = find_defaults(values)
-    # Leave out what config files set for another loss, whose option of the same name may have another type.
+    # Config files may set options of other losses. Drop an option that the chosen loss lacks; replace a value by the
+    # default if only other losses accept it, as their options of the same name may have other types.
     for key in [key for key in values if key in KEYS and key.startswith("loss.") and key not in typed]:
-        # `fits` says which losses accept the value.
-        fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}
+        fits = {name: find_key(key, name).accepts(values[key]) for name in LOSSES}  # whether a loss accepts the value
         if key not in defaults:
             del values[key]
         elif any(fits.values()) and not fits.get(str(values["loss.name"])):
@@ -193,12 +198,15 @@ def flatten(config: DictConfig) -> dict:
 
 
 def make_plan(
-    given: Mapping, *, world_size: int | None = None, gpus: int | None = None, has_new_run_dir: bool = False
+    unchecked: Mapping, *, world_size: int | None = None, gpus: int | None = None, has_new_run_dir: bool = False
 ) -> Plan:
-    """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default."""
-    values = find_defaults(given)
-    for key, value in given.items():
-        if key not in KEYS or find_key(key, given.get("loss.name")).accepts(value):
+    """Make the plan of values by dotted key on this machine; a wrong or missing value counts as its default.
+
+    `world_size` and `gpus` are found out unless they are passed.
+    """
+    values = find_defaults(unchecked)
+    for key, value in unchecked.items():
+        if key not in KEYS or find_key(key, unchecked.get("loss.name")).accepts(value):
             values[key] = value
     if gpus is None:
         gpus = count_gpus()
@@ -215,12 +223,12 @@ def make_plan(
     if trainer == keys.TENSOR_PARALLEL:
         tensor_size = values["tensor_parallel_size"] or world_size
     shard_size = values["fsdp_shard_size"] or max(1, world_size // tensor_size)  # by default all share one copy
-    loss = LOSSES["dpo"]  # stands for a wrong name
+    loss = LOSSES["dpo"]  # if the name is wrong
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
     sections: dict = {"lora": None, "online": None}
     for name, (section, prefix) in keys.SECTIONS.items():
-        if values.get(f"{name}.name") != "none":  # the option of `lora` or `online`
+        if values.get(f"{name}.name") != "none":  # only `lora` and `online` can be none
             sections[name] = section(**{field: values[prefix + field] for field in section._fields})
     fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values["model.policy_dtype"]
@@ -240,7 +248,7 @@ def make_plan(
         gpus=gpus,
         tensorboard=values["tensorboard.enabled"],
         has_new_run_dir=has_new_run_dir,
-        values=given,  # with wrong values, so that they can be reported
+        values=unchecked,
         **sections,
     )
 

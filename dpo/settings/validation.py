@@ -19,11 +19,12 @@ from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
-Conflict = tuple[str, Any, str]  # the keys that a check reads, whether the plan is refused, and what is then said
+# the keys that a check reads, separated by spaces; whether it refuses the plan; the sentence that is then reported
+Check = tuple[str, Any, str]
 
 
 # fmt: off
-def _check_processes(p: Plan) -> list[Conflict]:
+def _check_processes(p: Plan) -> list[Check]:
     run, dims = p.run, p.dims
     several = p.trainer.multi_process
     processes = dims.world_size
@@ -56,7 +57,7 @@ def _check_processes(p: Plan) -> list[Conflict]:
     ]
 
 
-def _check_training(p: Plan) -> list[Conflict]:
+def _check_training(p: Plan) -> list[Check]:
     run, data, training = p.run, p.data, p.training
     overwritten = sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys())
     return [
@@ -83,10 +84,10 @@ def _check_training(p: Plan) -> list[Conflict]:
     ]
 
 
-def _check_loss(p: Plan) -> list[Conflict]:
+def _check_loss(p: Plan) -> list[Check]:
     name, options = p.loss.name, p.loss.options
     divergence = p.loss.shared.get("f_divergence")
-    computed = {name, *(part.name for _, part in p.loss.parts)}  # names of losses
+    computed = {name, *(part.name for _, part in p.loss.parts)}  # names of the loss and of its parts, if it is a mix
     return [
         ("loss.desirable_weight loss.undesirable_weight",
          options.get("desirable_weight") == options.get("undesirable_weight") == 0,
@@ -104,7 +105,7 @@ def _check_loss(p: Plan) -> list[Conflict]:
     ]
 
 
-def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Conflict]:
+def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Check]:
     data, loss, scorer = p.data, p.loss, online.scorer
     return [
         ("loss.name", not loss.scalar_head and loss.trains_on != "pairs",
@@ -135,11 +136,12 @@ def find_problems(plan: Plan) -> list[Problem]:
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
     problems += [problem for problem in _find_unmet(plan, refused=True) if problem.key not in wrong_keys]
-    conflicts = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
+    checks = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
     if plan.online:
-        conflicts += _check_online(plan, plan.online)
-    for keys_read, is_wrong, sentence in conflicts:
-        if is_wrong and wrong_keys.isdisjoint(keys_read.split()):  # what a check says of a wrong value is wrong too
+        checks += _check_online(plan, plan.online)
+    for keys_read, is_wrong, sentence in checks:
+        # In place of a wrong value the plan has the default, so a check that reads it does not count.
+        if is_wrong and wrong_keys.isdisjoint(keys_read.split()):
             problems.append(Problem("", sentence))
     packages = [
         ("lora=qlora", plan.quantized, "bitsandbytes"),
@@ -157,7 +159,7 @@ def find_problems(plan: Plan) -> list[Problem]:
 
 
 def find_plan_warnings(p: Plan) -> list[str]:
-    """List doubts about a plan without problems."""
+    """Return warnings about a plan in which `find_problems` finds nothing."""
     lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
     lost_decay = 0  # the share of a weight that decay takes off it in an update, and that rounding may lose
     if optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay"):
@@ -191,16 +193,16 @@ def find_plan_warnings(p: Plan) -> list[str]:
 
 
 def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
-    """Yield each key that is neither null nor its default, but lacks what it needs to have an effect.
+    """Yield a Problem for each key that is neither null nor its default, but has no effect, as its need is not met.
 
-    With `refused`, these are the keys without which a run would compute something else than was asked for; else those
-    that deserve a warning.
+    With `refused`, only keys whose lack of effect makes a run compute something other than was asked for; else only
+    those that deserve a warning.
     """
     loss, several = p.loss, p.trainer.multi_process
     scorer = p.values.get("online.scorer")
     # fmt: off
     if refused:
-        needs = [
+        needs = [  # keys, whether their need is met, and the need
             ("fsdp_shard_size model.fsdp_policy_mp", several, "several processes: trainer=FSDPTrainer"),
             ("tensor_parallel_size tensor_parallel.backend", p.trainer.cuts_layers, "trainer=TensorParallelTrainer"),
             ("min_lr_ratio", p.training.schedule != "constant", "schedule=linear or schedule=cosine"),
@@ -240,31 +242,34 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def find_value_problems(values: Mapping) -> list[Problem]:
-    """List unknown keys, and missing or wrong values; interpolations come last, those of the loss before them."""
-    own_keys = find_defaults(values)
+    """List the problems of unknown keys, and of missing or wrong values.
+
+    Problems of the loss's options come after those of other keys, and problems of interpolations last.
+    """
+    existing_keys = find_defaults(values)  # those that the chosen loss, adapter and online options have
     problems = []
     for key in sorted(values, key=lambda key: ("${" in str(values[key]), key.startswith("loss."))):
         if key == "dataset_sources":
             continue
         group = key.partition(".")[0]
         option = values.get(f"{group}.name")
-        if key in KEYS and key not in own_keys and KEYS[f"{group}.name"].accepts(option):
+        if key in KEYS and key not in existing_keys and KEYS[f"{group}.name"].accepts(option):
             sentence = f"{key} does not exist with {group}={option}"
         else:
             sentence = find_value_problem(key, values[key], values.get("loss.name"))
-        # An interpolation of a key that is listed already has the same cause.
+        # A value that interpolates a key with a problem is not listed, as its cause is the same.
         if sentence and not any(f"${{{problem.key}}}" in str(values[key]) for problem in problems):
             problems.append(Problem(key, sentence))
     return problems
 
 
 def find_alias(name: str) -> str | None:
-    """Find what another library's name of a key or option is here; None if it is not known."""
+    """Return what a key or option is called here, by its name in another library; None if that name is not known."""
     return read_yaml(keys.CONFIG_DIR / "aliases.yaml").get(name)
 
 
 def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | None:
-    """Say what is wrong with a key or its value; None if nothing is. Options of a loss are read as the named loss's."""
+    """Say what is wrong with a key or its value; None if nothing is. A loss's option has its type in the named loss."""
     if removed := keys.find_removed(key, value):
         return removed
     if key not in KEYS:
@@ -287,7 +292,7 @@ def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | Non
 
 
 def _write_value(value: Any) -> Any:
-    """Return null, true or false as a command line has it, and any other value as it is."""
+    """Return null, true or false for None, True or False, as a command line has them; other values stay as they are."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
@@ -321,7 +326,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
 
 
 def _leave_removed_out(config: dict, path: Path, prefix: str = "") -> None:
-    """Delete removed keys from a config that was read from `path`, at all depths, and print each."""
+    """Delete keys that are in REMOVED from a config that was read from `path`, at all depths, and print each."""
     for name, value in [*config.items()]:
         if isinstance(value, dict):
             _leave_removed_out(value, path, f"{prefix}{name}.")

@@ -36,7 +36,7 @@ def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def without_tf32() -> Iterator:
-    """Multiply matrices of float32 at full precision inside; TF32 would round the factors to 10 bits."""
+    """Multiply matrices of float32 at full precision inside; TF32 would round the factors to 10 bits of mantissa."""
     matmul = torch.backends.cuda.matmul
     was_allowed = matmul.allow_tf32
     matmul.allow_tf32 = False
@@ -48,10 +48,10 @@ def without_tf32() -> Iterator:
 
 @contextmanager
 def without_compilation(*, cache_implementation: str | None = None) -> Iterator:
-    """Run models that generate without torch.compile, and only warn of operations that are not deterministic.
+    """Run models without torch.compile while they generate, and only warn of operations that are not deterministic.
 
     A key-value cache that grows would need a graph for every length, and so use up the recompile limit. With a
-    `cache_implementation`, the cache does not grow, and compiled code is used.
+    `cache_implementation`, such as "static", the cache does not grow, and compiled code is used.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

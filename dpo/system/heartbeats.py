@@ -1,4 +1,4 @@
-"""Heartbeats of a run's machines: one that loses power closes no connection, so without them the others would hang."""
+"""Heartbeats of a run's machines. A machine that loses power closes no connection, so others would wait forever."""
 
 import math
 import threading
@@ -14,23 +14,23 @@ BEATS_PER_TIMEOUT = 6
 def watching_machines(
     store: Any, machine: int, n_machines: int, *, writes: bool, timeout_secs: float, give_up: Callable[[str], None]
 ) -> Iterator:
-    """Watch the other machines inside the context; one process of each machine, which `writes`, writes its heartbeats.
+    """Watch the other machines inside the context; a process with `writes`, one per machine, writes its heartbeats.
 
-    `store` is the one through which the processes meet. A machine is watched from its first heartbeat on, until its
-    context ends without an error. Once it has been silent for `timeout_secs`, or this process did not run for as long,
-    a thread calls `give_up(why)`, which must end the process.
+    `store` is the store through which the processes meet. A machine is watched from its first heartbeat on, until its
+    context ends without an error. Once a machine has been silent for `timeout_secs`, or this process did not run for as
+    long, a thread calls `give_up(why)`, which must end the process.
     """
     if n_machines == 1:
         yield
         return
     beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
     ends = [f"end of machine {i}" for i in range(n_machines)]
-    heard_at = [math.inf] * n_machines  # written by one thread and read by the other, an item at a time
+    heard_at = [math.inf] * n_machines  # inf: not watched; one thread writes the list, the other reads it
     is_over = threading.Event()
     pause = timeout_secs / BEATS_PER_TIMEOUT
 
     def exchange(connection: Any) -> None:
-        """Write and read heartbeats. A call of the store may never return, so the other thread looks at the clock."""
+        """Write and read heartbeats. A call of the store may never return, so `watch` runs in a thread of its own."""
         counts = [0] * n_machines
         try:
             while not is_over.is_set():
@@ -44,7 +44,7 @@ def watching_machines(
                         counts[i] = count
                         heard_at[i] = time.monotonic()
                 is_over.wait(pause)
-        except RuntimeError:  # the store has gone, with the process that served it: collectives fail, too
+        except RuntimeError:  # the process that served the store has ended, so collectives fail, too
             is_over.set()
 
     def watch() -> None:
@@ -56,7 +56,7 @@ def watching_machines(
                 give_up(f"for {now - looked_at:.0f} s it did not run, or C code held the GIL")
             looked_at = now
             silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if machine in silent:  # our own heartbeats are read from the store, too
+            if machine in silent:  # its own heartbeats come from the store, too, so it is the store that is silent
                 give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
             elif silent:
                 names = " and ".join(f"machine {i}" for i in silent)

@@ -1,4 +1,4 @@
-"""This process and its host; torch is imported inside functions, as a parent needs none of it."""
+"""This process and its host. Torch is imported inside functions, as the parent of a run's workers does not need it."""
 
 import ctypes
 import gc
@@ -34,11 +34,11 @@ def is_launched_as_rank_0() -> bool:
 
 
 def take_local_rank(arguments: Sequence[str]) -> list[str]:
-    """Set LOCAL_RANK from the `--local-rank=N` that `torch.distributed.launch` adds, and return other arguments."""
+    """Set LOCAL_RANK from the argument `--local-rank=N` of `torch.distributed.launch`; return the other arguments."""
     others = []
     for argument in arguments:
-        if found := re.fullmatch(r"--local[-_]rank=(\d+)", argument):
-            os.environ["LOCAL_RANK"] = found[1]
+        if match := re.fullmatch(r"--local[-_]rank=(\d+)", argument):
+            os.environ["LOCAL_RANK"] = match[1]
         else:
             others.append(argument)
     return others
@@ -76,9 +76,9 @@ class _RedactedText(io.TextIOWrapper):
 
 
 def harden_stdio() -> None:
-    """Replace stdout and stderr by streams that hide secrets, whoever prints them, and whose writes never raise.
+    """Replace stdout and stderr by streams that hide secrets, and whose writes never raise.
 
-    They do not raise on a full disk, into a closed stream, or for characters that cannot be encoded.
+    They raise neither on a full disk, nor for a closed stream, nor for characters that cannot be encoded.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: without this, the next file that is opened would become this stream
@@ -115,8 +115,8 @@ def importing(*, freeze: bool = False) -> Iterator:
 def python_process_options(*arguments: str, **environment: str) -> dict:
     """Return the keyword arguments `args` and `env` for `subprocess`, which start Python with these `arguments`.
 
-    The new process imports from where this one does. `-P` keeps it from importing first from the current directory, in
-    which files may not be trusted. `environment` has further variables.
+    The new process searches modules where this one does. `-P` keeps it from searching first in the current directory,
+    whose files may not be trusted. `environment` has further variables.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     command = [sys.executable, "-P", *arguments]
@@ -182,7 +182,7 @@ def return_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the system what has been freed so far; by default glibc returns only what is at the heap's end."""
+    """Make glibc return all freed memory to the system now; by default it returns only what is at the heap's end."""
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -37,9 +37,10 @@ START_METHOD = "spawn"  # CUDA does not work in a forked process
 GRACE_SECS = 5  # a rank that lost contact waits, so that the rank that caused the loss exits first and is named
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DONE, FAILED, BAD_INPUT, LOST_CONTACT = range(4)  # exit statuses of a worker, besides those of signals
-# Seconds for other workers to exit after one with this status; the first status in this order that a worker has is the
-# run's. After a failure another may report bad input, which says more. Ranks that lost contact, or are asked to stop,
-# end one after the other; after one that is done, others may be in a last collective.
+# Once a worker has exited with a status, the others have this many seconds to exit too. The order counts: the first
+# status here that any worker has is the run's. After a failure, another worker may still report bad input, which says
+# more. Ranks that lost contact, or are asked to stop, end one after the other. Once one is done, others may still be in
+# a last collective.
 PATIENCE = {BAD_INPUT: 1, FAILED: 1, STOP_STATUS: 60, LOST_CONTACT: 60, DONE: math.inf}
 
 
@@ -54,10 +55,10 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in processes that form a group, and return when all are done.
 
-    A process that a launcher started runs its own worker, and exits with it. Without `process_group`, the worker is
-    called here, as rank 0 of 1; otherwise `world_size` workers are spawned and meet at `port` (None: a free one).
-    `timeout_secs` is that of a collective, and `heartbeat_timeout_secs` that of a machine's silence. Raises InputError,
-    Stopped, or RunError if a worker did not finish.
+    A process that a launcher started runs its own worker, and exits with its status. Without `process_group`, the
+    worker is called here, as rank 0 of 1; otherwise `world_size` workers are spawned and meet at `port` (None: a free
+    one). `timeout_secs` limits a collective, and `heartbeat_timeout_secs` the silence of a machine. Raises InputError,
+    Stopped or RunError if a worker did not finish.
     """
     raise_open_file_limit()
     if rank_env := find_rank_env():
@@ -93,7 +94,7 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """Read what torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
+    """Read the rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
     machine = 0
     n_machines = 1
@@ -142,7 +143,7 @@ def get_open_port() -> int:
 
 
 def listen(name: str, port: int) -> socket.socket:
-    """Listen at a port, 0 for any that is free; raise InputError, with the setting's name, if another program does."""
+    """Listen at a port, 0 for any that is free; raise InputError, with the setting's `name`, if it is in use."""
     with explaining(OSError, lambda why: InputError(f"{name}={port} cannot be used: {why}; choose another port")):
         return socket.create_server(("", port))
 
@@ -164,7 +165,7 @@ def init_distributed(
     """Join the default process group.
 
     Without a `store`, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
-    `port`. `local_rank`, by default `rank`, is under NCCL the index of the GPU.
+    `port`. Under NCCL, `local_rank` (by default `rank`) is the index of the GPU.
     """
     import torch
     import torch.distributed as dist
@@ -182,7 +183,7 @@ def init_distributed(
 def _run_in_group(
     rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float, heartbeat_timeout_secs: float
 ) -> tuple[int, str]:
-    """Join the group and run a worker; return its exit status, and a message on why it is not done, or ""."""
+    """Join the group and run a worker; return its exit status, and a message for the user, which may be empty."""
     with importing():
         import torch.distributed as dist
         import tqdm
@@ -198,7 +199,7 @@ def _run_in_group(
     message = ""
     try:
         if serves_store and not listener:
-            listen("MASTER_PORT", port).close()  # the store would say less if another program had it
+            listen("MASTER_PORT", port).close()  # if another program uses it, the store's error would say less
         # Let a stop signal kill this process, as no Python handler could run during the calls below.
         with handling_signals(signal.SIG_DFL):
             server = dist.TCPStore(
@@ -232,7 +233,7 @@ def _run_in_group(
                 )
             try:
                 worker(rank, world_size, *args)
-            except Stopped as stopped:  # all ranks stop, and one says so
+            except Stopped as stopped:  # all ranks stop, but only rank 0 says so
                 status = stopped.status
                 message = str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
@@ -251,7 +252,7 @@ def _run_in_group(
             message += f"{advice}\n"
     if dist.is_initialized():
         store = waiting.default_store()
-        with suppress(dist.DistError):  # rank 0 may have taken the store with it
+        with suppress(dist.DistError):  # rank 0, which serves the store, may have ended
             store.set(waiting.FAILURE_KEY, "")  # so that ranks that wait for this one give up
             if status == LOST_CONTACT:
                 message += _name_silent_ranks(store, rank, world_size)
@@ -259,17 +260,17 @@ def _run_in_group(
 
 
 def _name_silent_ranks(store: Any, rank: int, world_size: int) -> str:
-    """Say which ranks did not lose contact within GRACE_SECS, as one of these caused the loss; "" if all ranks did."""
+    """Return a line that names the ranks that did not lose contact, one of which caused the loss; "" if all did."""
     store.set(f"rank {rank} lost contact", "")
     time.sleep(GRACE_SECS)  # until other ranks that lost contact have recorded it too
-    others = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
-    return f"because {' and '.join(others)} failed, was killed, or did not answer in time\n" if others else ""
+    silent = [f"rank {r}" for r in range(world_size) if not store.check([f"rank {r} lost contact"])]
+    return f"because {' and '.join(silent)} failed, was killed, or did not answer in time\n" if silent else ""
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
     """Let the system send this process a signal when its parent, whose process id is `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != parent:  # it has ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(FAILED)
 
 
@@ -281,7 +282,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.world_size)
-    # A machine alone has no heartbeats.
+    # A single machine has no heartbeats, so their timeout is infinite.
     status, message = _run_in_group(rank_env, worker, args, timeout_secs, heartbeat_timeout_secs=math.inf)
     # The parent reads after this process has exited, so the message must fit into the pipe's buffer of 64 KiB.
     pipe.send((status, redact(message)[-15_000:]))
@@ -300,7 +301,7 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
     context = multiprocessing.get_context(START_METHOD)
     processes = []  # by rank
     pipes = []  # by rank; a worker sends how its work ended
-    stop_signals = []  # numbers of those that this process got
+    stop_signals = []  # numbers of the stop signals that this process got
 
     def stop_workers(number: int) -> str:
         """Send workers SIGTERM, on which they save and stop; return the message to print."""
@@ -323,12 +324,12 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
                 # that is started while Ctrl-C is ignored ignores it, too.
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), safe_path_for_children():
                     process.start()
-                listener.close()  # rank 0 has its own, so that nobody can connect once it has ended
-                sender.close()  # the worker has its own, so that the pipe ends when the worker does
+                listener.close()  # rank 0 has a copy; with this one open, ranks could connect after rank 0 ended
+                sender.close()  # the worker has a copy; with this one open, the pipe would not end with the worker
                 processes.append(process)
                 pipes.append(receiver)
             if stop_signals:  # one came while a worker was starting, and did not reach this worker
-                stop_workers(stop_signals.pop())  # which adds it again; earlier workers ignore a second one
+                stop_workers(stop_signals.pop())  # adds the number again; a worker ignores a second signal
             _wait_for_workers(processes, pipes, stop_signals, timeout_secs)
     finally:
         for process in processes:
@@ -349,8 +350,8 @@ def _wait_for_workers(processes: list, pipes: list, stop_signals: list[int], tim
     while running and (exited := wait_for_any(running, seconds_left)):
         for sentinel in exited:
             rank = running.pop(sentinel)
-            own_status, message = _read_outcome(rank, processes[rank], pipes[rank], stop_signals)
-            ended.setdefault(own_status, []).append(message)
+            worker_status, message = _read_outcome(rank, processes[rank], pipes[rank], stop_signals)
+            ended.setdefault(worker_status, []).append(message)
         # PATIENCE is in order: its first status that occurred says most about the run
         status = next(status for status in PATIENCE if status in ended)
         seconds_left = min(PATIENCE[status], timeout_secs)
@@ -362,7 +363,7 @@ def _wait_for_workers(processes: list, pipes: list, stop_signals: list[int], tim
         raise RunError(messages[0])
     if status == STOP_STATUS:
         raise Stopped(*stop_signals[:1])
-    if running:  # at least one of these hangs: make all print their stacks
+    if running:  # at least one of these hangs; at SIGABRT, faulthandler prints their stacks
         for rank in running.values():
             os.kill(processes[rank].pid, signal.SIGABRT)
         wait_for_any(running, GRACE_SECS)
@@ -373,16 +374,16 @@ def _wait_for_workers(processes: list, pipes: list, stop_signals: list[int], tim
 
 
 def _read_outcome(rank: int, process: Any, pipe: Any, stop_signals: list[int]) -> tuple[int, str]:
-    """Return (status, message) as an exited worker sent them, or else as its process's exit status tells.
+    """Return the (status, message) that an exited worker sent, or else what follows from its process's exit status.
 
-    `stop_signals` are those that were forwarded to the worker.
+    `stop_signals` are the numbers of the stop signals that this process got and forwarded to the worker.
     """
     process.join()
     if pipe.poll():
         with suppress(EOFError):  # the worker ended without a message
             return pipe.recv()
     status = process.exitcode
-    # A worker that was not training yet is killed by a stop signal.
+    # A stop signal kills a worker that does not train yet.
     if status == STOP_STATUS or (stop_signals and -status in (signal.SIGTERM, *stop_signals)):
         return STOP_STATUS, ""
     if status >= 0:

@@ -54,7 +54,7 @@ def read_text(path: Path) -> str:
 
 
 def _parse_file(path: Path, parse: Callable) -> Any:
-    """Return what `parse` makes of a file's text; InputError for an invalid file, FileNotFoundError for none."""
+    """Return what `parse` makes of a file's text; raise InputError for an invalid file, FileNotFoundError for none."""
     check_readable(path)
     try:
         return parse(path.read_bytes().decode("utf-8"))
@@ -69,7 +69,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def list_wrong(values: Mapping, form: Mapping) -> list[str]:
-    """List the names of values that are not of the type that `form` has for the name; a missing value is not wrong."""
+    """List the names whose value is not of the type, or types, that `form` has for it; a missing value is not wrong."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
@@ -103,8 +103,8 @@ def replacing(path: Path) -> Iterator[Path]:
     If the body raises, the path stays as it was.
     """
     prefix = f".{path.name}.dpo.{socket.gethostname()}."
-    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # others may be replacing `path` too
-    # Remove what processes of this host that were killed have left.
+    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")  # other processes may be replacing `path` too
+    # Remove what killed processes of this host have left.
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         if leftover == temporary or not Path("/proc", process_id).exists():

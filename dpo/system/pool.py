@@ -18,7 +18,7 @@ from dpo.errors import RunError
 from dpo.system.host import drop_safe_path, safe_path_for_children
 
 ITEMS_PER_CHUNK = 1000
-WORKER = {}  # in a worker process, as "function": what it applies to items
+WORKER = {}  # in a worker process: the function that it applies to items, by the key "function"
 
 
 def map_chunks(
@@ -36,7 +36,7 @@ def map_chunks(
     None, or too few items for two processes, this process does it all.
     """
     remaining = iter(items)
-    chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])
+    chunks = iter(lambda: list(islice(remaining, ITEMS_PER_CHUNK)), [])  # ends at an empty list
     workers = 1
     if per_worker:
         workers = min(len(os.sched_getaffinity(0)), n_items // per_worker)

@@ -34,7 +34,7 @@ from dpo.system.signals import Stopped
 # A run has these files.
 LOCK = ".lock"
 REPORT = Path("report", "report.html")  # with report=true
-LOCK_SECS = 1.0  # a report that reads the run holds the lock for a moment
+LOCK_SECS = 1.0  # how long to wait for the lock, which a report that reads the run holds for a moment
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 LOG_FILE = "log.txt"
 WARNINGS_FILE = "warnings.jsonl"  # the warnings among the lines of the log
@@ -42,7 +42,7 @@ FACTS = "env.json"  # the facts of a run
 FIRST_EXAMPLES = "examples.jsonl"  # the first that are trained on
 PROBLEMS = "data_problems.jsonl"  # records that have problems
 FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE, WARNINGS_FILE)
-FURTHER = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
+OTHER_OUTPUTS = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 # What is read from env.json.
 FACT_TYPES = {"run": str, "seconds_before": (float, NoneType), "microbatch_size": (int, NoneType)}
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
@@ -68,14 +68,14 @@ def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
     with _explaining_errors(run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")  # files of a run that began to train
-    if not read_run_facts(run_dir):  # files with the names of ours may be someone else's
-        patterns += (*FILES, *FURTHER, *logs)
+    if not read_run_facts(run_dir):  # not known to be a run's, so files of these names may be someone else's
+        patterns += (*FILES, *OTHER_OUTPUTS, *logs)
     lock = run_dir / LOCK
     if lock.is_file() and HOLDER.encode().startswith(lock.read_bytes()[: len(HOLDER)]):
         names.remove(LOCK)  # a run that was killed while it started has left it, maybe with only a part of its text
-    if held := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+    if conflicts := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
         raise InputError(
-            f"local_run_dir={run_dir} already holds a run ({', '.join(held)}), or other files of these names: "
+            f"local_run_dir={run_dir} already holds a run ({', '.join(conflicts)}), or other files of these names: "
             "choose another directory, move them away, or continue with resume=auto"
         )
 
@@ -90,12 +90,12 @@ def lock_run_dir(run_dir: Path) -> IO:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # what torchrun calls a job without --rdzv-id
-    of_job = "" if job == "none" else f", in job {job} of torchrun"
+    job_note = "" if job == "none" else f", in job {job} of torchrun"
     deadline = time.monotonic() + LOCK_SECS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / LOCK)):  # another has replaced the file
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / LOCK)):  # it was replaced
                 file.close()
                 return lock_run_dir(run_dir)
             break
@@ -104,7 +104,7 @@ def lock_run_dir(run_dir: Path) -> IO:
                 with file:
                     file.seek(0)
                     holder = file.read(1000).strip()
-                if of_job and holder.endswith(of_job):
+                if job_note and holder.endswith(job_note):
                     print(f"the lock of {run_dir} is taken from {holder}, which its job has given up")
                     (run_dir / LOCK).unlink()
                     return lock_run_dir(run_dir)
@@ -115,7 +115,7 @@ def lock_run_dir(run_dir: Path) -> IO:
             print(WarningLine(f"{run_dir} cannot be locked ({error}): do not start a second run there"))
             return file
     file.truncate(0)
-    print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}{of_job}", file=file, flush=True)
+    print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}{job_note}", file=file, flush=True)
     return file
 
 
@@ -125,7 +125,7 @@ def is_locked(run_dir: Path) -> bool:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except OSError as error:
-        return isinstance(error, BlockingIOError)  # others: no such file, or no locks on this file system
+        return isinstance(error, BlockingIOError)  # other errors: there is no such file, or there are no locks
     return False
 
 
@@ -165,7 +165,7 @@ def write_run_facts(
     checkout = Path(__file__).parents[2]
     # This prints the commit, and -dirty if files have changed; untracked files, such as runs of the user, do not count.
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    if (checkout / "pyproject.toml").exists():  # an installed package may lie in someone else's repository
+    if (checkout / "pyproject.toml").exists():  # an installed package may be inside someone else's repository
         with suppress(OSError):  # there is no git
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     facts = {
@@ -185,7 +185,7 @@ def write_run_facts(
         "git_uncommitted_changes": commit.endswith("-dirty") if commit else None,
     }
     with _explaining_errors(run_dir):
-        _write_facts(run_dir, facts)  # first, as they say whose the directory is
+        _write_facts(run_dir, facts)  # first, as they mark the directory as this run's
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
 
 
@@ -230,20 +230,20 @@ class RunLog:
     _unfinished = ""
 
     def __init__(self):
-        self._kept: dict[str, str] = {}  # lines that are not written yet, by file name
+        self._pending: dict[str, str] = {}  # lines that are not written yet, by file name
 
-    def begin(self, kept: Mapping[str, str] = {}) -> None:
-        """Begin to copy, after the lines that are pending in the log of the parent process, if there is one."""
+    def begin(self, pending: Mapping[str, str] = {}) -> None:
+        """Begin to copy; lines `pending` in the parent process's log (`take_pending`) come first."""
         self.close()
-        self._kept = {WARNINGS_FILE: "", **kept}  # the file exists even if nothing warns
+        self._pending = {WARNINGS_FILE: "", **pending}  # the file exists even if nothing warns
         self._unfinished = ""
         sys.stdout = RecordedStream(sys.stdout, self)
         sys.stderr = RecordedStream(sys.stderr, self)
 
     def open(self, run_dir: str | Path) -> None:
-        """Write what was kept to the run's directory, and from now on each line as soon as it is finished."""
+        """Write pending lines to the run's directory, and from now on each line as soon as it is finished."""
         self._run_dir = Path(run_dir)
-        self.add("")  # writes what was kept
+        self.add("")  # writes the pending lines
 
     def close(self) -> None:
         """End copying, and put back the streams from before `begin`."""
@@ -252,10 +252,10 @@ class RunLog:
         sys.stderr = getattr(sys.stderr, "original", sys.stderr)
 
     def take_pending(self) -> dict[str, str]:
-        """Return the lines that are not written yet, by file name, and forget them; a child's `begin` gets them."""
-        kept = self._kept
-        self._kept = {}
-        return kept
+        """Return the lines that are not written yet, by file name, and forget them; for `begin` in a child process."""
+        pending = self._pending
+        self._pending = {}
+        return pending
 
     def add(self, text: str) -> None:
         """Add text, which may end within a line. If the log is open, write all finished lines.
@@ -275,12 +275,12 @@ class RunLog:
                     file.write(content.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogates
 
     def _keep(self, name: str, line: str) -> None:
-        self._kept[name] = f"{self._kept.get(name, '')}{line}\n"
+        self._pending[name] = f"{self._pending.get(name, '')}{line}\n"
 
 
 @dataclass
 class RecordedStream:
-    """A stream that writes texts to the stream `original` and to a log. Progress bars go to `original` alone."""
+    """A stream that writes texts to the stream `original` and to a log. Our progress bars use `original` alone."""
 
     original: Any
     log: RunLog

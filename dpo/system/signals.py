@@ -1,6 +1,6 @@
-"""Stop signals: in training they end a run with a checkpoint, before that they end the process at once.
+"""Stop signals: during training they end a run with a checkpoint, before that they end the process at once.
 
-They end it without an exception, which a library might catch, for instance around an import.
+At once means without an exception, which a library might catch, for instance around an import.
 """
 
 import multiprocessing
@@ -83,7 +83,7 @@ def end_process(message: str, status: int) -> NoReturn:
 def on_stop_signals(act: Callable[[int], str]) -> Iterator:
     """Call `act(number)` on a stop signal inside, and print the message that it returns.
 
-    A signal that came before is ignored, but a second Ctrl-C raises KeyboardInterrupt.
+    A repeated signal is ignored, but a second Ctrl-C raises KeyboardInterrupt.
     """
     first_times = {}  # when each signal came first, by its number
 
@@ -131,7 +131,7 @@ def _list_handled() -> list[int]:
 
 
 def _prints_for_run() -> bool:
-    """Whether this process tells the user about signals: rank 0 or its parent, and not a worker of ours."""
+    """Whether this process prints about signals: neither a worker of ours, nor another rank than 0."""
     return multiprocessing.parent_process() is None and is_launched_as_rank_0()
 
 

@@ -1,4 +1,4 @@
-"""Python files of the user: run as modules of their name, and hashed."""
+"""Python files of the user: run as modules named like the file, and hashed."""
 
 import hashlib
 import importlib.util
@@ -25,8 +25,8 @@ def load_module(file: Path, problem: str) -> ModuleType:
     """
     name = file.stem
     with explaining(OSError, lambda why: InputError(f"{problem}: {why}")):
-        check_readable(file)  # a FIFO would be waited for
-    # The loader is given, so that a file of another suffix, or none, fails when it is read.
+        check_readable(file)  # opening a FIFO would block
+    # Without an explicit loader, there would be no spec for a file whose suffix is not .py.
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     former = sys.modules.get(name)
     if former and getattr(former, "__file__", None) == str(file):
@@ -55,20 +55,21 @@ def run_users_code(code: Callable, error_class: type[Exception], problem: str, f
 class _Finder(modulefinder.ModuleFinder):
     """Finds the modules that a script imports, as ModuleFinder does, also from directories without `__init__.py`.
 
-    ModuleFinder fails at such a directory. So all code below it goes into `found`, and it counts as a missing module.
+    ModuleFinder fails at such a directory. So all Python files below it are added to `namespace_files`, and it counts
+    as a missing module.
     """
 
     def __init__(self, folder: Path):
         super().__init__(path=[str(folder)])
-        self.found: set[Path] = set()
+        self.namespace_files: set[Path] = set()
 
     def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
         for folder in path or self.path:
             package = Path(folder, name)
             has_module = (package / "__init__.py").exists() or package.with_suffix(".py").exists()
             if package.is_dir() and not has_module:
-                self.found.update(package.rglob("*.py"))
-                raise ImportError(name)  # the base class takes it for a missing module, and goes on
+                self.namespace_files.update(package.rglob("*.py"))
+                raise ImportError(name)  # the base class notes it as a missing module, and goes on
         return super().find_module(name, path, parent)
 
 
@@ -76,7 +77,7 @@ def hash_code(file: Path) -> str:
     """Return a digest of a Python file and of the files that it imports from its directory, also inside functions."""
     finder = _Finder(file.parent)
     finder.run_script(str(file))
-    paths = finder.found | {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    paths = finder.namespace_files | {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     contents = sorted((os.path.relpath(path, file.parent), path.read_bytes()) for path in paths)
     return hashlib.sha256(repr(contents).encode()).hexdigest()
 

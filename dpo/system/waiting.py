@@ -1,7 +1,7 @@
 """Waiting for work that one rank does alone, such as saving.
 
 The others poll the key-value store that rank 0 serves: in a collective they would time out, and handle no signals. A
-`place` names a call site; the store's keys are made from it.
+`call_site` is any text that names a place in the code; the store's keys are made from it.
 """
 
 import os
@@ -21,7 +21,7 @@ from dpo.errors import InputError
 T = TypeVar("T")
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 LONGEST_WORK = 10  # collective timeouts for which a rank may work alone: 5 hours by default
-FAILURE_KEY = "a rank has failed"  # a key in the store, which the rank sets before it exits
+FAILURE_KEY = "a rank has failed"  # a key in the store, which a rank that fails sets before it exits
 
 
 def has_other_ranks() -> bool:
@@ -35,7 +35,7 @@ def default_store() -> dist.Store:
 
 @contextmanager
 def store_with_watchdog() -> Iterator[dist.Store]:
-    """Yield the store; this process aborts if the body is not done in time.
+    """Yield the store; this process aborts if the body takes longer than the store's timeout.
 
     A call of the store does not return while rank 0, which serves it, is suspended or hangs. At SIGABRT a worker prints
     its stack, and the parent takes it for one that lost contact.
@@ -77,16 +77,16 @@ def tell(key: str, value: str = "") -> None:
         default_store().set(key, value)
 
 
-def meet_rank_0(place: str) -> None:
+def meet_rank_0(call_site: str) -> None:
     """Wait until rank 0 has made the same call; rank 0 does not wait."""
-    after_rank_0(place, lambda: None)
+    after_rank_0(call_site, lambda: None)
 
 
-def after_rank_0(place: str, act: Callable[[], T]) -> T:
+def after_rank_0(call_site: str, act: Callable[[], T]) -> T:
     """Call `act()` on rank 0 and, once it is done there, on all others; return this rank's result."""
     if not has_other_ranks():
         return act()
-    key = f"rank 0 at {name_call(place)}"
+    key = f"rank 0 at {name_call(call_site)}"
     if dist.get_rank() > 0:
         wait_for(key)
         return act()
@@ -95,15 +95,15 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
     return result
 
 
-def name_call(place: str) -> str:
-    """Return the place with the number of this call, which makes the store's keys unique.
+def name_call(call_site: str) -> str:
+    """Return the call site with the number of this call of it, which makes the store's keys unique.
 
     Every rank gets the same number, as each counts its own calls and all ranks make all calls.
     """
     if not has_other_ranks():
-        return place
+        return call_site
     with store_with_watchdog() as store:
-        return f"{place}, call {store.add(f'calls of {dist.get_rank()} at {place}', 1)}"
+        return f"{call_site}, call {store.add(f'calls of {dist.get_rank()} at {call_site}', 1)}"
 
 
 def once_per_machine(make: Callable[[], str]) -> str:
@@ -116,9 +116,9 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    place = name_call("its machine's work")
+    call = name_call("its machine's work")
     # The first rank of each machine puts its result here.
-    keys = {machine: f"rank {machines.index(machine)} at {place}" for machine in machines}
+    keys = {machine: f"rank {machines.index(machine)} at {call}" for machine in machines}
     if machines.index(machines[rank]) == rank:  # this is its machine's first rank
         default_store().set(keys[machines[rank]], make())
     results = {machine: wait_for(key) for machine, key in keys.items()}
@@ -131,26 +131,26 @@ def identify_machine() -> str:
     return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
-def all_arrive(place: str, *, patience_secs: float) -> bool:
+def all_arrive(call_site: str, *, patience_secs: float) -> bool:
     """Tell the other ranks that this one has arrived, and return whether each of them arrives in time.
 
-    In turn, each is waited for up to `patience_secs`. With 0 this rank waits for none, and the result is True.
+    This rank waits for one after the other, up to `patience_secs` for each. With 0 it does not wait, and returns True.
     """
     if not has_other_ranks():
         return True
-    place = name_call(place)
-    tell(f"rank {dist.get_rank()} at {place}")
+    call = name_call(call_site)
+    tell(f"rank {dist.get_rank()} at {call}")
     if patience_secs:
         try:
             for other in range(dist.get_world_size()):
-                wait_for(f"rank {other} at {place}", patience_secs)
+                wait_for(f"rank {other} at {call}", patience_secs)
         except dist.DistError:
             return False
     return True
 
 
 def check_alike(facts: Mapping[str, str]) -> None:
-    """Raise InputError, on every rank, if a rank has other facts than rank 0; `facts` are values by name.
+    """Raise InputError, on every rank, if the facts of a rank differ from rank 0's; `facts` are values by name.
 
     Collectives that depend on these facts would hang, or compute something else, so they must come after this call.
     """

@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     mismatched: "Batch | None" = None  # each prompt with a response to another prompt, if the loss needs it
     # The next three are for online pairs.
     drawn: Mapping[int, OnlinePair] = MappingProxyType({})  # the policy's answers, by index in `examples`
-    metrics: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, float] = MappingProxyType({})  # `online/...`
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
@@ -51,7 +51,7 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
         yield from map(prepare, items)
         return
     waiting = deque()
-    # Threads suffice, as tokenizers and tensor operations release Python's lock.
+    # Threads suffice, as tokenizers and tensor operations release the GIL.
     with ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
         try:
             for item in items:
@@ -74,7 +74,7 @@ class Batches:
         self.layout = layout
         self.seed = plan.run.seed
         self.rank = rank
-        self.states = {}  # objects whose states are saved in checkpoints, by name
+        self.states = {}  # objects whose states are saved in checkpoints, by name; only online runs have any
         self.counts = data.train.counts.tolist()  # examples per training prompt in an epoch
         # The reference's cache has a row for each training example, then for each test example, then for the mismatched
         # example of each of these.
@@ -96,22 +96,22 @@ class Batches:
         return prefetch(itertools.islice(batches, skip, None), self.prepare, workers=plan.num_workers)
 
     def prepare(self, example_ids: Sequence[tuple[int, int]]) -> Any:
-        """Prepare a training batch of these examples ahead of time; `train` yields what this returns.
+        """Prepare a training batch of these examples ahead of time; `make_batch` gets the result once it is due.
 
         An id is a prompt's index in the table, and the index of an example among those of the prompt.
         """
         return self._prepare(self.data.train, self._first_rows, self.plan.n_microbatches, example_ids)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make an update's batch of an item that `train` yields, when the update is due."""
-        return item  # a batch already; `OnlineBatches` has only its prompts
+        """Make the batch of update number `update`, which is due, from an item that `train` yields."""
+        return item  # already a batch; in `OnlineBatches` it is only the prompts
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of an evaluation that are not of the batches of `test`; only online runs have any."""
+        """Return metrics that an evaluation has besides those of the `test` batches; only online runs have any."""
         return {}
 
     def held_out_examples(self) -> list[list[Example]]:
-        """Return held-out prompts with placeholder answers, in groups of `eval_batch_size`; only online runs do so."""
+        """Return held-out prompts with placeholder answers, in groups of `eval_batch_size`; [] unless online."""
         return []
 
     def test(self) -> Iterator[Batch]:

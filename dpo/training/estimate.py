@@ -1,7 +1,7 @@
-"""What an update would cost on GPUs that are not here.
+"""Estimates of what an update costs on GPUs that this machine does not have.
 
 Memory is counted as for `dry_run`. Collectives and matrix products are counted in an update on fake tensors, which have
-no values, in a process group of which this process is rank 0 and the other processes do not exist.
+no values. Its process group is fake too: this process is rank 0, and the other processes do not exist.
 """
 
 from collections import Counter
@@ -34,13 +34,15 @@ from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import place
 from dpo.training.reference import Reference, ReferenceLogps
 
-SMALL, LARGE = 2, 4  # blocks of the models that are counted: two more blocks cost as much as two of these
-PLAIN_ATTENTION = "plain_sdpa"
-LATENCY_SECS = 20e-6  # what a collective takes beside sending
+# The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
+# blocks of two kinds may alternate.
+SMALL, LARGE = 2, 4
+PLAIN_ATTENTION = "plain_sdpa"  # the name under which `use_plain_attention` registers transformers' SDPA
+LATENCY_SECS = 20e-6  # time of a collective besides that of sending its bytes
 
 
 class Rates(NamedTuple):
-    """What a GPU does, as much of its peak as large matrices and messages get."""
+    """A GPU's memory, and the rates that it reaches with large matrices and messages, which are below its peak."""
 
     memory_gb: float
     tflops: dict[str, float]  # 1e12 floating-point operations a second, by dtype
@@ -60,16 +62,22 @@ RATES = {
 
 
 class Work(NamedTuple):
-    """What a process does in an update: its collectives by axis of the mesh and kind, such as `shard all_gather`."""
+    """What a process does in an update.
 
-    calls: Counter[str]
+    Collectives are counted by axis of the mesh and kind, with keys such as `shard all_gather`.
+    """
+
+    calls: Counter[str]  # numbers of collectives
     n_bytes: Counter[str]  # bytes of the whole tensors that are gathered, reduced or scattered
     flops: int  # floating-point operations of matrix products and attention
     trained_bytes: int  # bytes of the weights that this process's optimizer updates
 
 
 class Estimator:
-    """Estimates what a process of a run needs; its plans may differ in how they divide the model and the batch."""
+    """Estimates what a process of a run needs.
+
+    Plans that are passed to its methods may differ from the first in how they divide the model and the batch.
+    """
 
     def __init__(self, plan: Plan, data: TrainingData, rates: Rates):
         self.data = data
@@ -78,32 +86,38 @@ class Estimator:
         structure = make_policy_structure(plan)
         blocks = find_blocks(structure, plan.model.block_name)
         self.n_blocks = structure.config.get_text_config().num_hidden_layers
-        # Blocks may alternate, such as in their attention. If they differ in other ways, all are counted.
+        # Blocks of two kinds may alternate, for instance in their attention. If blocks differ in another way, only the
+        # whole model is counted.
         n_bytes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
         alternate = n_bytes == [n_bytes[i % 2] for i in range(self.n_blocks)]
-        self.counted = [SMALL, LARGE] if alternate and self.n_blocks > LARGE else [self.n_blocks]
+        # The costs of models with these numbers of blocks are counted.
+        self.block_counts = [SMALL, LARGE] if alternate and self.n_blocks > LARGE else [self.n_blocks]
 
     def decide_frozen_weights(self, plan: Plan) -> str | None:
+        """Decide as `dpo.training.memory` does, for a GPU whose whole memory is free."""
         return decide_frozen_weights(plan, self.rates.memory_gb * 1e9)
 
     def estimate_memory(self, plan: Plan, frozen: str | None) -> tuple[Bytes, list[str]]:
-        """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user."""
-        found = [count_all(plan, self.data, self.batches, frozen, n) for n in self.counted]
-        memory = self.extrapolate([memory for memory, _ in found])
-        memory["block_backward"] = found[-1][0]["block_backward"]  # a mean over blocks, which does not grow with them
-        return find_peak(plan, memory), found[0][1]
+        """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user.
+
+        `frozen` is the result of `decide_frozen_weights`.
+        """
+        counted = [count_all(plan, self.data, self.batches, frozen, n) for n in self.block_counts]
+        memory = self.extrapolate([memory for memory, _ in counted])
+        memory["block_backward"] = counted[-1][0]["block_backward"]  # of a single block, so it is not extrapolated
+        return find_peak(plan, memory), counted[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
         """Estimate what a process does in an update on the batch with the median number of tokens."""
         n_tokens = [sum(example.n_tokens for example in examples) for examples in self.batches]
-        median = n_tokens.index(sorted(n_tokens)[len(n_tokens) // 2])
+        median_index = n_tokens.index(sorted(n_tokens)[len(n_tokens) // 2])
         with fake_processes(plan.dims) as mesh:
-            simulated = [simulate(plan, self.data, median, mesh, frozen, n) for n in self.counted]
-        calls, n_bytes, others = map(self.extrapolate, zip(*simulated, strict=True))
-        return Work(calls, n_bytes, others["flops"], others["trained_bytes"])
+            simulated = [simulate(plan, self.data, median_index, mesh, frozen, n) for n in self.block_counts]
+        calls, n_bytes, totals = map(self.extrapolate, zip(*simulated, strict=True))
+        return Work(calls, n_bytes, totals["flops"], totals["trained_bytes"])
 
     def extrapolate(self, counts: Sequence[Counter]) -> Counter:
-        """Return the counts of the whole model from those of models with `counted` blocks."""
+        """Extrapolate counts of models with `block_counts` blocks to the whole model, linearly in the blocks."""
         if len(counts) == 1:
             return counts[0]
         small, large = counts
@@ -114,19 +128,21 @@ class Estimator:
 def simulate(
     plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, frozen: str | None, n_blocks: int
 ) -> tuple[Counter, Counter, Counter]:
-    """Make an update on fake tensors, of a model with `n_blocks` blocks; return what `Work` has.
+    """Make an update of a model with `n_blocks` blocks on fake tensors, and count its work.
 
-    Raises InputError if the model cannot run on tensors without values.
+    Returns `calls`, `n_bytes`, and a counter of the other fields of `Work`. Raises InputError if the model cannot run
+    on tensors without values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def receive(_: str, tensor: Tensor) -> Tensor:
+        """Return a fake tensor in place of the weight that rank 0 would send."""
         with fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def distribute_fake(model: Any, compute_dtype: str) -> Any:
-        """Distribute a model as a run does, with fake tensors in place of weights that it loads."""
-        use_plain_attention(model)  # our own attention on a CPU reads values
+        """Distribute a model as a run does, with fake tensors as its weights."""
+        use_plain_attention(model)
         is_whole = frozen == "whole"
         return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 
@@ -137,7 +153,7 @@ def simulate(
     policy = distribute_fake(policy, plan.compute_dtype)
     is_cached = plan.caches_reference_first
     logps = ReferenceLogps(plan.data.batch_size, len(plan.loss.reference_columns))
-    logps.table.fill(0)
+    logps.table.fill(0)  # any value but NaN, which would mean that an example is not cached
     reference = Reference(None, None, logps)
     if plan.reference == "model" and not is_cached:
         structure = make_structure(plan, plan.reference_dtype, n_blocks).eval().requires_grad_(False)
@@ -155,23 +171,25 @@ def simulate(
     advice = "a mixture of experts may need model.fsdp_policy_mp=bfloat16"
     explaining = explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)} ({advice})"))
     with counter, flop_counter, explaining:
-        context = objective.prepare(batch)  # outside of `fake`, as it reads the weights of the examples
+        context = objective.prepare(batch)  # outside of `fake`, as it reads values: the weights of the examples
         with fake:
             metrics = objective.accumulate(batch, context, reduce_once=plan.fsdp.fsdp_reduce_once, show=lambda *_: None)
             norm = clip_gradient(policy.parameters(), plan.training.max_grad_norm)
+            # There are two scalars, as in `train_step`.
             objective.reduce(metrics, len(batch.examples), (), grad_norm=norm, n_ranks_to_stop=norm)
             step_optimizer(optimizer)
     trained = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
-    others = Counter(flops=flop_counter.get_total_flops(), trained_bytes=trained)
-    return counter.calls, counter.n_bytes, others
+    totals = Counter(flops=flop_counter.get_total_flops(), trained_bytes=trained)
+    return counter.calls, counter.n_bytes, totals
 
 
 class FakeObjective(Objective):
-    """An objective whose metrics have no values: they are 0 once they are reduced, and nothing is cached."""
+    """An objective on fake tensors: as its metrics have no values, the reduced metrics are 0, and nothing is cached."""
 
     def reduce(
         self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
     ) -> Reduced:
+        """Call the collective of `Objective.reduce` with a tensor of the same size."""
         columns = metrics[0][1]
         values = next(iter(columns.values()))
         self.mesh.add(torch.zeros(n_examples * len(columns) + len(scalars), dtype=values.dtype))
@@ -179,7 +197,7 @@ class FakeObjective(Objective):
 
 
 def use_plain_attention(model: Any) -> None:
-    """Take transformers' own attention in place of ours for CPUs, which reads values."""
+    """Use transformers' own SDPA: ours for CPUs reads values, which fake tensors do not have."""
     if find_attention(model.config) == "sdpa":
         AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
         AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
@@ -187,7 +205,7 @@ def use_plain_attention(model: Any) -> None:
 
 
 def find_batch(batches: Batches, index: int, *, is_cached: bool = False) -> Batch:
-    """Return a training batch, whose first examples are those of the reference's cache if they are cached."""
+    """Return the training batch with this index; with `is_cached`, the first rows of the cache are its examples'."""
     batch = next(batches.train(skip=index))
     rows = range(len(batch.examples)) if is_cached else ()
     mismatched = batch.mismatched and batch.mismatched._replace(cache_rows=rows)
@@ -195,7 +213,7 @@ def find_batch(batches: Batches, index: int, *, is_cached: bool = False) -> Batc
 
 
 class Seconds(NamedTuple):
-    """How long an update takes, by what it waits for."""
+    """How long an update takes, by what the time is spent on."""
 
     compute: float
     waiting: float  # for collectives that do not overlap with compute
@@ -216,17 +234,18 @@ def find_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
         "replicate": (dims.replicate_size, dims.tensor_size * dims.shard_size),
         "all": (dims.world_size, 1),
     }
-    by_axis = Counter()
+    seconds_by_axis = Counter()
     for key, n_bytes in work.n_bytes.items():
         axis, kind = key.split()
         size, distance = groups[axis]
         rate = rates.machine_gb_per_s
-        if size * distance > rates.gpus_per_machine:  # the group's GPUs in a machine have a network card each
+        if size * distance > rates.gpus_per_machine:
+            # The group spans machines; each of its GPUs in a machine sends over a network card of its own.
             rate = min(rate, rates.network_gb_per_s * max(1, rates.gpus_per_machine // distance))
-        rounds = 2 if kind == "all_reduce" else 1  # a ring scatters and gathers
-        by_axis[axis] += rounds * n_bytes * (1 - 1 / size) / (rate * 1e9) + work.calls[key] * LATENCY_SECS
-    overlapping = by_axis["shard"] + by_axis["replicate"]
-    waiting = by_axis["tensor"] + by_axis["all"] + max(0.0, overlapping - compute)
+        rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
+        seconds_by_axis[axis] += rounds * n_bytes * (1 - 1 / size) / (rate * 1e9) + work.calls[key] * LATENCY_SECS
+    overlapping = seconds_by_axis["shard"] + seconds_by_axis["replicate"]
+    waiting = seconds_by_axis["tensor"] + seconds_by_axis["all"] + max(0.0, overlapping - compute)
     # The optimizer reads weights, gradients and its states, and writes weights and states.
     n_values = 3 + 2 * count_states(plan.training)
     return Seconds(compute, waiting, n_values * work.trained_bytes / (rates.memory_gb_per_s * 1e9))

@@ -28,10 +28,10 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, updates: int) -> "Interval":
-        """Choose the interval of a run of so many updates: `eval_every` or, if it is null, the default or less.
+        """Choose the interval of a run of `updates` updates: `eval_every` or, if it is null, DEFAULT_EVAL_EVERY.
 
-        It is less for a run that would have fewer than MIN_EVALS_PER_RUN evaluations. As it then evaluates after few
-        examples, it samples only four times, and by default keeps only two checkpoints.
+        A run that would then have fewer than MIN_EVALS_PER_RUN evaluations gets a shorter interval. It draws samples
+        only before training and at the first, a middle and the last evaluation, and by default keeps two checkpoints.
         """
         batch_size = plan.data.batch_size
         keep = plan.run.keep_checkpoints
@@ -65,7 +65,7 @@ class Evaluator:
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
         n_sampled_batches = self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size
-        self.sampled = self.prompts[: max(1, n_sampled_batches)]  # prompts of samples, in whole batches
+        self.sampled = self.prompts[: max(1, n_sampled_batches)]  # batches to whose prompts samples are drawn
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -101,24 +101,24 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Draw an answer to each of the sampled prompts by the policy and, if there is one, by the reference.
+        """Draw the policy's answer to each prompt of `sampled` and, if the reference is in memory, the reference's.
 
-        `n_examples`, those trained on so far, seeds the draws. Raises SamplingFailed on all processes.
+        `n_examples`, the number of examples trained on so far, is a part of the seed. Raises SamplingFailed on all
+        processes.
         """
         sampling = self.sampling._replace(seed=(self.plan.run.seed, n_examples))
         by_model = self.apply(lambda model: self._answer(model, self.sampled, sampling))
         tokenizer = self.data.tokenizer
         samples = []
-        for example, policy, *others in zip(chain(*self.sampled), *by_model, strict=True):
+        for example, answer, *reference_answers in zip(chain(*self.sampled), *by_model, strict=True):
             prompt = self.data.test[example.id[0]]
-            prompt_text = mark_truncation(
-                example, prompt, tokenizer
-            )  # what the models get, with a mark where text is missing
+            # The prompt as the models get it, with a mark where text is missing.
+            prompt_text = mark_truncation(example, prompt, tokenizer)
             sample = Sample(
-                prompt_text, policy.text, None, policy.ended, turns=write_turns(prompt, prompt_text, tokenizer)
+                prompt_text, answer.text, None, answer.ended, turns=write_turns(prompt, prompt_text, tokenizer)
             )
-            for reference in others:  # one or none
-                sample = sample._replace(reference=reference.text, reference_ended=reference.ended)
+            for reference_answer in reference_answers:  # one or none
+                sample = sample._replace(reference=reference_answer.text, reference_ended=reference_answer.ended)
             samples.append(sample)
         return samples
 
@@ -147,7 +147,7 @@ class Evaluator:
         return results
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
-        """Return all processes' answers to the prompts of the examples, one batch after the other."""
+        """Return a model's answers to the examples' prompts, on every process; each batch is divided among them."""
         self.objective.policy.eval()
         answers = []
         for examples in batches:
@@ -165,9 +165,9 @@ class Evaluator:
         return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
 
     def continue_batch(self, batch: Any, n_examples: int, model: Any) -> list[str]:
-        """Return a model's continuations of the prompts of a batch of the reference code, which this process has alone.
+        """Return a model's continuations of a batch's prompts; each process has a batch of its own.
 
-        `n_examples`, those trained on so far, is a part of the seed.
+        The batch has the reference code's form. `n_examples`, the number trained on so far, is a part of the seed.
         """
         ids = batch["prompt_input_ids"]
         mask = batch["prompt_attention_mask"].bool()

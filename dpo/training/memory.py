@@ -38,11 +38,11 @@ from dpo.training.optimization import count_states
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-FRAGMENTATION_SHARE = 0.3  # the share of what a CPU allocates that is lost to fragmentation; measured on SmolLM2
-# In a step on a GPU, other optimizers compute one more value for each weight, for all weights at once.
+FRAGMENTATION_SHARE = 0.3  # memory lost to fragmentation on a CPU, as a share of the allocated; measured on SmolLM2
+# On a GPU, a step of any other optimizer computes a temporary value for each weight, for all weights at once.
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")
-MAX_WEIGHTS_SHARE = 0.5  # frozen weights are whole if all but activations takes at most this share of a GPU's memory
-N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
+MAX_WEIGHTS_SHARE = 0.5  # frozen weights are whole if everything but activations fits into this share of a GPU
+N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: searching all would take long
 WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
     "a larger gradient_accumulation_steps, activation_checkpointing=true, cache_reference_logps=all, lora=lora, a "
     "smaller max_length or model, or more processes with trainer=FSDPTrainer"
@@ -59,7 +59,7 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
 
 
 def read_batches(plan: Plan, data: TrainingData) -> list[list[Example]]:
-    """Read the examples of the first batches; an online run, which samples its pairs, has none."""
+    """Read the examples of the first N_SEARCHED_BATCHES batches; [] if the run is online, as it draws its pairs."""
     if plan.online:
         return []
     return [batch.examples for batch in islice(Batches(plan, data, Padded()).train(), N_SEARCHED_BATCHES)]
@@ -72,14 +72,15 @@ def count_all(
     frozen: str | None,
     n_blocks: int | None = None,
 ) -> tuple[Bytes, list[str]]:
-    """Count the bytes of all purposes, of a model with `n_blocks` blocks if that is given, and return notes.
+    """Count a process's bytes for every purpose, and return them with notes for the user.
 
-    `batches` are those of `read_batches`.
+    `batches` and `frozen` are the results of `read_batches` and `decide_frozen_weights`. The model has `n_blocks`
+    blocks, by default all.
     """
     policy = make_policy_structure(plan, n_blocks)
     memory = count_weight_memory(plan, policy, frozen)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    if plan.gpus and isinstance(layout, SharedPrefix):  # the rules saw no GPU, but a model on the meta device
+    if plan.gpus and isinstance(layout, SharedPrefix):  # the rules see the meta device, not the GPU
         layout.alignment = GPU_ALIGNMENT
     microbatch = find_largest_microbatch(plan, data, batches, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
@@ -88,19 +89,19 @@ def count_all(
 
 
 def find_peak(plan: Plan, memory: Bytes) -> Bytes:
-    """Return the purposes that are in memory at the same time, in that phase of an update which needs most."""
-    whole = ["head_gradient", "unsharded_gradients"]  # an update has one of these
-    backward = ["gathered", "activations", *whole]
+    """Return the bytes of the purposes that are in memory in the phase of an update that needs the most."""
+    whole_gradients = ["head_gradient", "unsharded_gradients"]  # an update has one of these
+    backward = ["gathered", "activations", *whole_gradients]
     first_block_ends = ["gathered", "gathered_blocks", "gradients", "reduce_scatter_block"]
-    # With fsdp_reduce_once, reduced gradients replace unsharded ones block by block.
+    # With fsdp_reduce_once, reduced gradients replace unsharded ones block by block, so the two do not add up.
     if not _reduces_once(plan):
         if plan.dims.shard_size > 1:  # the head's gradient is reduced with the root, after all blocks
-            first_block_ends += whole
-        if plan.n_microbatches > 1:  # in a single pass, gradients replace activations
+            first_block_ends += whole_gradients
+        if plan.n_microbatches > 1:  # in a single backward pass, gradients replace activations
             backward.append("gradients")
-    phases = [  # purposes that are in none of them need memory all the time
+    phases = [  # a purpose that is in no phase needs its memory all the time
         [*backward, "logits"],
-        [*backward, "gathered_blocks", "block_backward"],  # the last block begins
+        [*backward, "gathered_blocks", "block_backward"],  # the backward pass of the last block begins
         [*backward, "gathered_blocks", "reduce_scatter_block"],  # it ends
         first_block_ends,
         ["gathered", "gradients", "tied_gradients"],
@@ -119,9 +120,9 @@ def find_peak(plan: Plan, memory: Bytes) -> Bytes:
 
 
 def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
-    """Count the bytes that follow from the size of the weights.
+    """Count the bytes that follow from the size of the weights, by purpose.
 
-    `policy` may be on the meta device. `frozen` says how a process has frozen weights (`decide_frozen_weights`).
+    `policy` may be on the meta device. `frozen` is the result of `decide_frozen_weights`.
     """
     dims = plan.dims
     # Trained and frozen weights are divided over these numbers of processes.
@@ -132,55 +133,61 @@ def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     compute_size = DTYPES[plan.compute_dtype].itemsize
     weights = {*policy.parameters()}
     trained = {*trained_parameters(policy)}
-    # Whole weights are in the dtype in which they compute; shards are in the dtype in which they were loaded.
+    # Whole frozen weights are in the compute dtype; shards keep the dtype in which they were loaded.
     frozen_bytes = _count_bytes(weights - trained, compute_size if is_whole else None)
     trained_bytes = _count_bytes(trained) // n_shards
-    held = Counter(
+    memory = Counter(
         policy=trained_bytes + frozen_bytes // n_frozen_shards + _count_bytes(policy.buffers()),
         gradients=trained_bytes,
         optimizer=trained_bytes * count_states(plan.training),
     )
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
-        held["optimizer_step"] = trained_bytes
+        memory["optimizer_step"] = trained_bytes
     if plan.run.checkpoint_format == "sharded" and not plan.gpus:
-        held["checkpoint_copy"] = trained_bytes + held["optimizer"]  # copies that are written while training goes on
+        memory["checkpoint_copy"] = trained_bytes + memory["optimizer"]  # written while training goes on
     if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
-        held["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
+        memory["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
-        held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
+        memory["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     head = policy.get_output_embeddings()
     head_weights = trained.intersection(head.parameters() if head else ())
     head_bytes = _count_bytes(head_weights, compute_size) // dims.tensor_size
     if _reduces_once(plan):
         reduce_size = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-        held["unsharded_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
+        memory["unsharded_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
     else:
-        held["head_gradient"] = head_bytes  # every backward pass begins with it
+        memory["head_gradient"] = head_bytes  # every backward pass computes it first
     if policy.get_input_embeddings().weight in head_weights:
-        held["tied_gradients"] = 3 * head_bytes  # those of head and embedding, and their sum
+        memory["tied_gradients"] = 3 * head_bytes  # the gradients of head and embedding, and their sum
     if dims.shard_size > 1:
-        held.update(_count_gathered(plan, policy, trained if is_whole else weights, trained))
-    return held
+        memory.update(_count_gathered(plan, policy, trained if is_whole else weights, trained))
+    return memory
 
 
 def _count_gathered(plan: Plan, policy: Any, sharded: set[Tensor], trained: set[Tensor]) -> Bytes:
-    """Count the bytes of gathered weights, and of gradients on their way to be reduced."""
+    """Count the bytes of gathered weights, and of gradients while they are reduced, by purpose.
+
+    FSDP shards the weights `sharded`, and there are gradients of `trained`.
+    """
     blocks = [{*block.parameters()} for block in find_blocks(policy, plan.model.block_name)]
     units = [{*policy.parameters()}.difference(*blocks), *blocks]  # the root is the first
     compute_size = DTYPES[plan.compute_dtype].itemsize
-    # The gradients of a unit are whole until its backward pass is done; they are reduced from a copy.
-    reduced_size = compute_size + DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
-    root, *sizes = [_count_bytes(unit & sharded, compute_size) // plan.dims.tensor_size for unit in units]
-    root_gradients, *gradients = [_count_bytes(unit & trained, reduced_size) // plan.dims.tensor_size for unit in units]
+    # The gradients of a unit are whole until its backward pass is done; then they are reduced from a copy in the
+    # reduce dtype.
+    grad_size = compute_size + DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
+    root, *block_bytes = [_count_bytes(unit & sharded, compute_size) // plan.dims.tensor_size for unit in units]
+    root_gradients, *gradients = [_count_bytes(unit & trained, grad_size) // plan.dims.tensor_size for unit in units]
     root_shard = _count_bytes(units[0] & trained) // plan.dims.shard_size // plan.dims.tensor_size
-    # `gradients` has the root's shard, which is made last.
-    found = Counter(gathered=root, reduce_scatter_root=root_gradients - root_shard, reduce_scatter_block=max(gradients))
+    # The root's shard, which is made last, already counts under the purpose `gradients`.
+    memory = Counter(
+        gathered=root, reduce_scatter_root=root_gradients - root_shard, reduce_scatter_block=max(gradients)
+    )
     if plan.fsdp.fsdp_reshard_after_forward:
-        found["gathered_blocks"] = 2 * max(sizes)  # those of the running block and the next one
+        memory["gathered_blocks"] = 2 * max(block_bytes)  # the running block and the next one
     else:
-        found["gathered"] += sum(sizes)
-    return found
+        memory["gathered"] += sum(block_bytes)
+    return memory
 
 
 def _reduces_once(plan: Plan) -> bool:
@@ -207,53 +214,55 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
     # A GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
     # another dtype; a CPU takes a few rows at a time.
-    needed = itemsize
+    bytes_per_logit = itemsize
     if plan.gpus:
-        needed += 4 if itemsize == 4 else 8
-    if plan.dims.tensor_size > 1:  # processes send copies of their slices, which are gathered and then joined
-        needed = max(needed, itemsize * (2 + 2 / plan.dims.tensor_size))
-    return copy + int(n_logits // n_chunks * needed)
+        bytes_per_logit += 4 if itemsize == 4 else 8
+    # Under tensor parallelism there are a process's slice, the copy that it sends, the gathered slices, and the joined
+    # logits.
+    if plan.dims.tensor_size > 1:
+        bytes_per_logit = max(bytes_per_logit, itemsize * (2 + 2 / plan.dims.tensor_size))
+    return copy + int(n_logits // n_chunks * bytes_per_logit)
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, batches: list[list[Example]], layout: Layout) -> Microbatch:
-    """Return the microbatch of these batches with the most tokens; of an online run, one made of placeholders."""
-    if plan.online:  # the longest answers to the longest prompts
+    """Return the microbatch of these batches with the most tokens; online, make one of placeholder answers."""
+    if plan.online:  # the longest possible answers to the longest prompts
         n_pairs = math.ceil(plan.data.batch_size / (plan.n_microbatches * plan.dims.data_size))
         prompts = [make_prompt_example(prompt, data, plan) for prompt in pick_training_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    # Those of rank 0; other processes have microbatches of about the same size.
+    # Only rank 0's microbatches are compared; other processes have microbatches of about the same size.
     split = partial(layout.split, parts=plan.n_microbatches, size=plan.dims.data_size)
     return max((part for examples in batches for part in split(examples)), key=lambda part: part.n_tokens)
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[Bytes, list[str]]:
-    """Count the bytes of activations, without logits, as the backward pass begins, and return notes for the user.
+    """Count the activations kept for the backward pass, without logits, and what a block's backward pass adds.
 
-    There is a note if they are only estimated.
+    Returns bytes by purpose, and notes for the user: one if the bytes are only a rough estimate.
     """
     config = policy.config.get_text_config()
     compute_size = DTYPES[plan.compute_dtype].itemsize
     n_blocks = config.num_hidden_layers
     notes = []
-    # When a run is out of memory, its process group still exists, and a fake one would replace it.
+    # When a run is out of memory, its process group still exists, so no fake one can be made.
     is_simulated = plan.dims.tensor_size > 1 and not dist.is_initialized()
     try:
         with fake_processes(plan.dims) if is_simulated else nullcontext() as mesh:
             kept = _run_on_meta(plan, policy, layout, microbatch, mesh)
-    except Exception as error:  # a model's own code may raise anything without data
-        # Memory is counted as if the inputs and outputs of all its matrices were kept.
+    except Exception as error:  # a model's own code may raise anything on the meta device
+        # Memory is counted as if the inputs and outputs of all matrices of the model were kept.
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
         problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"
         notes.append(WarningLine(problem))
     kept_by_block = kept // n_blocks
-    running = kept_by_block // 2  # measured: what a block's backward pass computes
+    block_backward = kept_by_block // 2  # what a block's backward pass computes; the share was measured
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and computes a block again
         kept = n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
-        running += kept_by_block
-    return Counter(activations=kept, block_backward=running), notes
+        block_backward += kept_by_block
+    return Counter(activations=kept, block_backward=block_backward), notes
 
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
@@ -271,7 +280,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
         policy.set_attn_implementation("sdpa")
     if mesh is not None:
         cut_modules(dict(policy.named_modules()), find_plan(policy), mesh.device_mesh["tensor"])
-    held = {local_tensor(tensor).untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
+    weight_storages = {local_tensor(tensor).untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
     kept = set()  # storages, so that views count once
 
     def keep(tensor: Tensor) -> Tensor:
@@ -282,10 +291,10 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), _EmulatedOnMeta(DTYPES.get(plan.model.autocast)):
         layout.forward(policy.train(), microbatch.to("meta").inputs)
-    return sum(storage.nbytes() for storage in kept - held)
+    return sum(storage.nbytes() for storage in kept - weight_storages)
 
 
-AUTOCAST_FUNCTIONS = {  # what autocast computes in its dtype
+AUTOCAST_FUNCTIONS = {  # functions that autocast computes in its dtype
     F.linear,
     torch.matmul,
     Tensor.matmul,
@@ -336,18 +345,19 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:
-    """Return how each process should have frozen weights: "whole" or "sharded"; None if that makes no difference.
+    """Return how each process should hold frozen weights: "whole" or "sharded"; None if that makes no difference.
 
-    `fsdp_frozen_weights` decides. If it is null, they are whole if that fills a GPU to at most MAX_WEIGHTS_SHARE,
-    without activations; a GPU has `available` bytes, by default those that are free on this machine's.
+    The key `fsdp_frozen_weights` decides. If it is null, they are whole if a process then needs at most
+    MAX_WEIGHTS_SHARE of its GPU, without activations. A GPU has `available` bytes, by default those that are free on
+    this machine's GPU.
     """
     has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.fsdp_frozen_weights
     if not (plan.gpus and plan.can_hold_frozen_whole):
         return "sharded"
-    held = find_peak(plan, count_weight_memory(plan, make_policy_structure(plan), "whole")).total()
-    return "whole" if held <= MAX_WEIGHTS_SHARE * (available or _find_available(plan)) else "sharded"
+    needed = find_peak(plan, count_weight_memory(plan, make_policy_structure(plan), "whole")).total()
+    return "whole" if needed <= MAX_WEIGHTS_SHARE * (available or _find_available(plan)) else "sharded"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:

@@ -30,12 +30,12 @@ from dpo.training.batches import Batch
 from dpo.training.optimization import LossScale
 from dpo.training.reference import Reference, read_logps
 
-REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-probabilities, which travel with the metrics
+REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-probabilities, gathered with the metrics
 
 # For each microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each.
 MicrobatchMetrics = list[tuple[Tensor, Mapping[str, Tensor]]]
-# Columns of values of B examples, (B,) each, by name. Those of scores have the names of the fields of `Scores`, except
-# `between`, which has a column for each role of `BETWEEN`.
+# Columns of values of B examples, (B,) each, by name. Those of scores have the names of the fields of `Scores`, but in
+# place of `between` there is a column for each role of `BETWEEN`.
 NamedTensors = dict[str, Tensor]
 
 
@@ -46,13 +46,13 @@ class Reduced(NamedTuple):
     """The metrics of a global batch, on the host."""
 
     examples: dict[str, Tensor]  # metrics, and the reference's log-probabilities, (B,) each
-    scalars: dict[str, float]
+    scalars: dict[str, float]  # sums over the processes
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
         """Return the weighted mean of each metric; without weights, or if all are 0, every example counts alike.
 
-        Given the batch's `examples`, a metric whose name ends in a role is a mean over those with such a response, and
-        is left out if there are none.
+        Given the batch's `examples`, a metric whose name ends in a role is a mean over the examples with such a
+        response, and is left out if there are none.
         """
         means = {}
         for name, values in self.examples.items():
@@ -67,7 +67,7 @@ class Reduced(NamedTuple):
                 metric_weights *= torch.tensor([role in example.roles for example in examples])
             metric_weights = scale_weights(metric_weights)
             if metric_weights.any():
-                counted = values.where(metric_weights > 0, 0)  # the loss of a tie may be infinite
+                counted = values.where(metric_weights > 0, 0)  # 0 times the infinite loss of a tie would be NaN
                 means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
         return means
 
@@ -94,7 +94,7 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
     values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
     table = values.new_zeros(n_examples, len(names))  # (B, names)
     # The rows of other processes' examples stay 0, so the sum over processes gathers all rows. Of the processes that
-    # see the same examples, one adds theirs.
+    # see the same examples, only one fills in the rows.
     if mesh.counts:
         table.index_copy_(0, indices, values)
     # Table and scalars are one tensor, so that one collective and one copy suffice.
@@ -111,18 +111,18 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
 # --- the objective ---------------------------------------------------------------------------------------------------
 
 
-def make_scores(columns: NamedTensors, **more: Any) -> Scores:
-    """Make `Scores` of columns, and of other fields in `more`.
+def make_scores(columns: NamedTensors, **other_fields: Any) -> Scores:
+    """Make `Scores` of columns, and of `other_fields`.
 
-    The columns of the roles `BETWEEN` become one tensor for all ranks, (B, ranks): of their log-probabilities, of their
-    lengths, and of the reference's log-probabilities.
+    The columns of the roles `BETWEEN` are stacked, (B, ranks): their log-probabilities become `between`, their lengths
+    `between_lengths`, and the reference's log-probabilities `reference_between`.
     """
     fields = dict(columns)
-    for form in ("{}", "{}_lengths", "reference_{}"):
-        by_rank = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
+    for pattern in ("{}", "{}_lengths", "reference_{}"):
+        by_rank = [fields.pop(pattern.format(role)) for role in BETWEEN if pattern.format(role) in fields]
         if by_rank:
-            fields[form.format("between")] = torch.stack(by_rank, dim=1)  # (B, ranks)
-    return Scores(**fields, **more)
+            fields[pattern.format("between")] = torch.stack(by_rank, dim=1)  # (B, ranks)
+    return Scores(**fields, **other_fields)
 
 
 def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def scale_weights(weights: Sequence[float] | Tensor) -> Tensor:
 
 
 def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return for each example the weighted share of the examples with the other label that it is ranked correctly with.
+    """Return, for each example, the weighted share of the other label's examples against which it is ranked right.
 
     A desirable example (`is_chosen`) should have a higher reward than an undesirable one; a tie counts half. The
     weighted mean of the shares is the area under the ROC curve. Arguments and result are (B,).
@@ -156,7 +156,7 @@ def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tens
 class BatchContext(NamedTuple):
     """Values on the device that the microbatches of a global batch of B examples share."""
 
-    weights: Tensor  # (B,), `Batch.weights`, whose sum is 1 unless all are 0
+    weights: Tensor  # (B,), `Batch.weights` scaled to the sum 1, unless all are 0
     reference: Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
     statistic: Tensor | None = None  # (B, k): `Scores.batch_statistic`
 
@@ -171,7 +171,7 @@ class Objective:
     mesh: Mesh
     loss: Loss
     layout_note: str | None = None  # why the layout is not the one asked for
-    autocast: torch.dtype | None = None  # in which float32 weights are multiplied; None: their own
+    autocast: torch.dtype | None = None  # dtype of forward passes with float32 weights; None: no autocast
     follow_every: int | None = None  # updates after which the reference becomes a copy of the policy
     average: float = 0.0  # running average of `Loss.running_statistic` over updates with the same reference
     models_are_equal: bool = False  # policy and reference have the same weights
@@ -182,12 +182,12 @@ class Objective:
 
     @property
     def separate_reference(self) -> nn.Module | None:
-        """The reference model, unless it is the policy's module, or was freed as all examples are cached."""
+        """The reference model; None if it is the policy's module, or was freed as all examples are cached."""
         return self.reference.model if self.reference and self.reference.model is not self.policy else None
 
     def state_dict(self) -> dict:
-        # A resumed run could not find out whether models are equal: those that differ may be equal once the policy is
-        # rounded to the reference's dtype.
+        # A resumed run could not find out by comparison whether the models are equal: a policy that was trained may
+        # equal the reference once it is rounded to the reference's dtype.
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -206,7 +206,7 @@ class Objective:
         tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
-        # A process without examples feeds another process's example, which is dropped here.
+        # A process without examples runs a dummy example, which is dropped here.
         logps = tokens.logps[:, :n_examples]  # (sides, B, T)
         sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the name
         if self.loss.needs_tails:
@@ -232,7 +232,7 @@ class Objective:
 
     @torch.no_grad()
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
-        """Return what `forward` does, of the reference, without gradients."""
+        """Return what `forward` does, for the reference and without gradients."""
         with self.reference.in_use():
             columns = self.forward(self.reference.model, microbatch, prefix=REFERENCE_PREFIX)
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass.
@@ -251,7 +251,8 @@ class Objective:
         elif self.loss.reference:  # before the policy's forward, whose activations stay in memory
             reference = self.reference_forward(microbatch)
         columns = self.forward(self.policy, microbatch)
-        columns |= {name: values.to(columns["chosen"]) for name, values in reference.items()}  # device and dtype
+        # The reference's values are moved to the device and dtype of the policy's.
+        columns |= {name: values.to(columns["chosen"]) for name, values in reference.items()}
         for role, n_tokens in microbatch.by_role(microbatch.lengths, self.loss.roles).items():
             columns[f"{role}_lengths"] = n_tokens
         if microbatch.offsets is not None:
@@ -278,7 +279,7 @@ class Objective:
         elif self.loss.batch_statistic and not loss_finds_statistic:
             columns = self.score_all([batch])
             statistic = self._find_statistic(columns, batch.weights)
-            if self.loss.reference:  # known now, so that the microbatches need not run it again
+            if self.loss.reference:  # `score_all` has run it, so the microbatches need not run it again
                 reference = self._to_device(self._stack_reference(columns))
         return BatchContext(weights, reference, statistic)
 
@@ -301,7 +302,7 @@ class Objective:
     ) -> MicrobatchMetrics:
         """Add up the gradients of all microbatches, and return their metrics, which stay on the device.
 
-        `reduce_once` is the key fsdp_reduce_once, and `show` is called after each microbatch.
+        `reduce_once` is the key fsdp_reduce_once, and `show(number, total, unit)` is called after each microbatch.
         """
         metrics = []
         n_microbatches = len(batch.microbatches)
@@ -335,7 +336,7 @@ class Objective:
     def weigh(self, losses: Tensor, microbatch: Microbatch, context: BatchContext) -> Tensor:
         """Return a microbatch's part of the weighted mean over the global batch, times the loss scale."""
         weights = context.weights[microbatch.indices]  # (B,)
-        weighted = losses.where(weights > 0, 0) * weights  # the loss of a tie may be infinite
+        weighted = losses.where(weights > 0, 0) * weights  # 0 times the infinite loss of a tie would be NaN
         return weighted.sum() * self.mesh.data_size * self.loss_scale.value  # data_size undoes FSDP's averaging
 
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
@@ -348,7 +349,7 @@ class Objective:
                 is_right = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
                 metrics[f"rewards_{split}/accuracies"] = is_right
             # The rewards of equal models differ only by rounding, which must not count as ranking. If the reference
-            # follows the policy, they are equal again and again, and the metric is absent instead of 0.
+            # follows the policy, the models are equal after every sync, and the metric is absent instead of 0.
             elif not self.follow_every:
                 metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
@@ -373,7 +374,7 @@ class Objective:
         return reduced
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Note that the policy has changed, and update the running average by means over the global batch."""
+        """Note that the policy has changed, and update the running average; `metrics` are means over the batch."""
         self.models_are_equal = False
         chosen = metrics.get("rewards_train/chosen")
         rejected = metrics.get("rewards_train/rejected")
@@ -395,8 +396,8 @@ class Objective:
     def evaluate(self, batches: list[Batch], iterate: Callable[[list[Batch]], Iterable[Batch]]) -> Reduced:
         """Return the metrics of all examples, with losses as if they were one global batch.
 
-        The batch's statistic replaces the running average of training, which depends on the past. `iterate` yields the
-        batches that it gets, and shows progress.
+        As the running average of training depends on past updates, the statistic of these examples replaces it.
+        `iterate` yields the batches that it gets, and shows progress.
         """
         self.policy.eval()
         columns = self.score_all(iterate(batches))
@@ -408,14 +409,14 @@ class Objective:
         output = self.loss(scores)
         options = self.loss.options
         has_role = {role: columns[f"{role}_lengths"] > 0 for role in output.rewards}  # (B,) each
-        has_all_roles = all(has_response.any() for has_response in has_role.values())
-        if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:  # else the average stays 0
+        all_roles_occur = all(has_response.any() for has_response in has_role.values())
+        if self.loss.running_statistic and options["momentum"] < 1 and all_roles_occur:  # else the average stays 0
             # Rewards do not depend on the average, so those of the first call serve to compute it.
             means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
             average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
         metrics = self._metrics(columns, output, split="eval")
-        if self.loss.trains_on == "labels" and has_all_roles:
+        if self.loss.trains_on == "labels" and all_roles_occur:
             rewards = output.rewards["chosen"].where(has_role["chosen"], output.rewards["rejected"])
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 rewards = torch.zeros_like(rewards)
@@ -491,7 +492,7 @@ class Objective:
                 )
         if reference.in_use is nullcontext:  # otherwise the model is the policy, whose adapters `in_use` switches
             reference.model = None
-            gc.collect()  # a sharded model is part of reference cycles
+            gc.collect()  # objects of a sharded model refer to each other in cycles
             torch.cuda.empty_cache()
         return message
 
@@ -530,7 +531,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         loss_scale=LossScale(is_adapted=scales_loss),
     )
     max_length = plan.data.max_length
-    # In this case the longest example of the data does not bound the lengths of what is trained on.
+    # Drawn answers and mismatched responses may be longer than the longest example of the data.
     has_other_responses = plan.online or plan.loss.mismatched
     with objective.autocasting():
         objective.layout, objective.layout_note = choose_layout(
@@ -545,7 +546,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         )
     release_gathered(policy)  # choosing the layout may have run the policy, which leaves FSDP's root gathered
     if reference:
-        # This comes before `in_use()`, as policy and reference may be one module, whose adapter it switches.
+        # The policy's weights are listed before `in_use()`, which switches adapters if both models are one module.
         policy_weights = weights_in_use(policy)
         with reference.in_use():
             objective.models_are_equal = weights_are_equal(policy_weights, weights_in_use(reference.model), mesh)

@@ -37,8 +37,8 @@ SCORING_STREAM = 2
 HELD_OUT_STREAM = 3
 LABEL_STREAM = 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
-# This is part of the number of an answer to a held-out prompt, and of the seed of its score. If the reference had the
-# policy's numbers, the win rate would compare correlated answers.
+# One of these is added to the number of an answer to a held-out prompt, and is in the seed of its score. If the
+# reference had the policy's numbers, the win rate would compare correlated answers.
 POLICY_STREAM = 0
 REFERENCE_STREAM = 1
 
@@ -69,9 +69,9 @@ class Sampler:
     def answer(
         self, model: Any, prompts: Sequence[TokenIds], numbers: Sequence[int], sampling: Sampling
     ) -> list[Answer]:
-        """Answer prompts of this process, token ids, while all others answer theirs.
+        """Answer prompts, given as token ids; every process must call this at the same time, with prompts of its own.
 
-        `numbers` has each answer's number in the run, which seeds its random numbers together with `sampling.seed`.
+        `numbers` has each answer's number in the run, which seeds its random generator together with `sampling.seed`.
         """
         token_indices = itertools.count()
 
@@ -81,7 +81,7 @@ class Sampler:
             self.stop.raise_before_token(index)
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
-        # Each forward may gather shards from all processes, so all must make as many forwards.
+        # A forward pass may gather shards from all processes, so all must run equally many.
         in_step = self.objective.mesh.world_size > 1
         # The hook is prepended, so that it is called before FSDP's hook gathers weights.
         with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
@@ -106,7 +106,7 @@ class Sampler:
         by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt))
         own = by_length[mesh.data_rank :: mesh.data_size]  # indices of the examples that this process answers
         if len(own) < math.ceil(len(examples) / mesh.data_size):
-            own.append(by_length[-1])  # one more of the longest, as all processes take part in every forward
+            own.append(by_length[-1])  # answered by another process too: all must run equally many forward passes
         drawn = {}
         failure = None
         try:
@@ -119,16 +119,16 @@ class Sampler:
         except Exception as error:  # `generate`, and a model's own code, may raise anything
             if not may_fail:
                 raise
-            release_gathered(model)  # the forward pass may not have ended
+            release_gathered(model)  # the error may have interrupted a forward pass, and left weights gathered
             failure = f"{type(error).__name__} {one_sentence(error)}"
-        patience = PATIENCE_SECS if failure else 0  # without a failure, it waits in `gather_results`
+        patience = PATIENCE_SECS if failure else 0  # a process without a failure waits in `gather_results`
         if may_fail and not all_arrive("the end of sampling", patience_secs=patience):
             raise RunError(
                 f"this process alone could not draw samples, and the others would wait for it: {failure}; "
                 f"resume=auto continues, and sample_during_eval=false draws none"
             )
-        for answers in gather_results(mesh, drawn, failure, SamplingFailed):
-            drawn |= answers
+        for rank_answers in gather_results(mesh, drawn, failure, SamplingFailed):
+            drawn |= rank_answers
         return [drawn[i] for i in range(len(examples))]
 
 
@@ -144,10 +144,10 @@ class OnlineBatches(Batches):
         self.scorer = load_scorer(plan, objective.device, rows=sampler.rows)
         self.states = {"online": self}
         self.counts = [1] * len(data.train)  # an epoch visits each prompt once
-        once = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
-        # `once` yields batches of one id each
-        self.held_out = [data.test[index] for [(index, _)] in once]
-        self._encoded = [make_prompt_example(prompt, data, plan) for prompt in self.held_out]
+        # The ids come in batches of one.
+        ids = iterate_once([1] * len(data.test), batch_size=1, n_examples=plan.data.n_eval_examples, seed=self.seed)
+        self.held_out = [data.test[index] for [(index, _)] in ids]
+        self._encoded_held_out = [make_prompt_example(prompt, data, plan) for prompt in self.held_out]
         for prompt in (*pick_training_prompts(data), *self.held_out):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
@@ -172,7 +172,7 @@ class OnlineBatches(Batches):
             )
 
     def prepare(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
-        """Return a batch's prompts; they are answered when the update is due, by the policy of that time."""
+        """Return a batch's prompts; they are answered only when the update is due, as the policy changes until then."""
         return [self.data.train[index] for index, _ in example_ids]
 
     def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
@@ -182,7 +182,7 @@ class OnlineBatches(Batches):
         ScorerFailed on every process.
         """
         n_samples = self.online.n_samples
-        # Examples and pairs are keyed by the prompt's index in the batch.
+        # The keys of `examples`, `to_answer` and `drawn` are indices of prompts in the batch.
         examples = self._choose_offline(prompts, update)
         to_answer = {}
         numbers = []
@@ -194,17 +194,17 @@ class OnlineBatches(Batches):
                 numbers += range(first, first + n_samples)
         repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
 
-        started = time.perf_counter()
+        start = time.perf_counter()
         policy = self.objective.policy.eval()
         answers = self.sampler.draw(policy, [to_answer[i] for i in repeated], numbers, self.sampling, n_each=n_samples)
-        sampled = time.perf_counter()
+        sampling_end = time.perf_counter()
         answers = self._score([prompts[i] for i in repeated], answers, seed=(self.seed, update, SCORING_STREAM))
-        scored = time.perf_counter()
+        scoring_end = time.perf_counter()
 
         drawn = {}
         weights = [1.0] * len(prompts)
-        for i, answers_to_one in zip(to_answer, group(answers, n_samples), strict=True):
-            pair = choose_pair(prompts[i], answers_to_one)
+        for i, prompt_answers in zip(to_answer, group(answers, n_samples), strict=True):
+            pair = choose_pair(prompts[i], prompt_answers)
             if self.online.labels == "bradley_terry":
                 pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
             drawn[i] = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
@@ -215,7 +215,7 @@ class OnlineBatches(Batches):
                 response_is_truncated=not (chosen.ended and rejected.ended),
             )
             if pair.is_tie and self.online.ties == "skip":
-                weights[i] = 0.0  # it stays in the batch, so that every process has as many forwards as without ties
+                weights[i] = 0.0  # it stays in the batch, so that all processes run equally many forward passes
         in_order = [examples[i] for i in range(len(prompts))]
         return Batch(
             in_order,
@@ -224,11 +224,11 @@ class OnlineBatches(Batches):
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
-            seconds={"sampling": sampled - started, "scoring": scored - sampled},
+            seconds={"sampling": sampling_end - start, "scoring": scoring_end - sampling_end},
         )
 
     def _choose_offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, Example]:
-        """Choose `n_offline` prompts at random, and a pair of the data for each; return these by index in `prompts`."""
+        """Choose `n_offline` prompts at random, and a pair of the data for each; return pairs by index in `prompts`."""
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         texts = {}
         for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
@@ -255,13 +255,13 @@ class OnlineBatches(Batches):
             columns["win_rate"] = (np.sign(difference) + 1) / 2
             examples = [
                 encoded._replace(responses=(answer.tokens,), roles=("chosen",))
-                for encoded, answer in zip(self._encoded, answers, strict=True)
+                for encoded, answer in zip(self._encoded_held_out, answers, strict=True)
             ]
             batches = [
                 Batch(
-                    some, [1.0] * len(some), self.make_microbatches(some, self.plan.n_eval_microbatches), cache_rows=()
+                    part, [1.0] * len(part), self.make_microbatches(part, self.plan.n_eval_microbatches), cache_rows=()
                 )
-                for some in group(examples, self.plan.data.eval_batch_size)
+                for part in group(examples, self.plan.data.eval_batch_size)
             ]
             logps = self.objective.score_all(batches)
             self.objective.release()
@@ -276,7 +276,7 @@ class OnlineBatches(Batches):
         return metrics
 
     def held_out_examples(self) -> list[list[Example]]:
-        placeholders = [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded]
+        placeholders = [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded_held_out]
         return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, stream: int) -> list[Answer]:
@@ -285,20 +285,20 @@ class OnlineBatches(Batches):
         `stream`, POLICY_STREAM or REFERENCE_STREAM, says which model this is, as the two draw different random numbers.
         """
         # An answer's number seeds its sampling. Counted from FIRST_HELD_OUT, which is beyond all numbers of training,
-        # prompt i has number 2i for the policy and 2i + 1 for the reference. No seed here has the update, so all
-        # evaluations draw the same random numbers.
+        # prompt i has number 2i for the policy and 2i + 1 for the reference. The seeds do not depend on the update, so
+        # all evaluations draw the same random numbers.
         numbers = [FIRST_HELD_OUT + 2 * prompt.index_in_split + stream for prompt in self.held_out]
-        answers = self.sampler.draw(model.eval(), self._encoded, numbers, self.sampling)
+        answers = self.sampler.draw(model.eval(), self._encoded_held_out, numbers, self.sampling)
         release_gathered(model)
         return self._score(self.held_out, answers, seed=(self.seed, stream, HELD_OUT_STREAM))
 
     def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, seed: Sequence[int]) -> list[Answer]:
-        """Return the answers with their scores, on every process; `missing_eos_penalty` is subtracted without an EOS.
+        """Return the answers with scores, on every process; an answer that did not end loses `missing_eos_penalty`.
 
         `prompts` has the prompt of each answer. `seed` is that of the random numbers that a scorer may draw. Raises
         ScorerFailed on every process.
         """
-        own: Any = np.arange(len(answers))  # the answers that this process scores
+        own: Any = np.arange(len(answers))  # indices of the answers that this process scores
         if self.scorer.in_parallel:  # a reward model is on every process, a user's function on rank 0 alone
             own = np.array_split(own, self.mesh.world_size)[self.mesh.rank]
         elif self.mesh.rank != 0:
@@ -326,15 +326,15 @@ def pick_training_prompts(data: TrainingData) -> list[Prompt]:
 
 
 def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
-    """Add a pair of answers of `n_tokens` to a prompt's example, to stand for answers that are not drawn yet.
+    """Add a pair of answers of `n_tokens` to a prompt's example, in place of answers that are not drawn yet.
 
-    The two differ, as a layout packs equal answers only once.
+    The two answers differ, as a layout packs equal answers only once.
     """
     return encoded_prompt._replace(responses=((0,) * n_tokens, (1,) * n_tokens), roles=TRAINS_ON["pairs"])
 
 
 def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
-    """Return an example of a pair, still without responses; its prompt is truncated so that `max_new_tokens` fit."""
+    """Return a pair's example without responses, whose prompt is truncated so that `max_new_tokens` fit after it."""
     [example] = encode_examples(
         [(prompt._replace(examples=[]), 0)],  # without the data's responses
         data.encode,
@@ -345,7 +345,10 @@ def make_prompt_example(prompt: Prompt, data: TrainingData, plan: Plan) -> Examp
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
-    """Choose the best of a prompt's scored answers, and the worst of those with other tokens, or of all if none has."""
+    """Choose the best of a prompt's scored answers, and the worst of those whose tokens differ from the best one's.
+
+    If all answers have the same tokens, it is the worst of the others.
+    """
     # Among equal scores the first is the best and the last is the worst, so that even a tie has two answers.
     scores = [answer.score for answer in answers]
     best = scores.index(max(scores))

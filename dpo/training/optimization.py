@@ -68,7 +68,8 @@ GOOD_UPDATES = 2000  # updates without overflow, after which the scale is double
 class LossScale:
     """The factor of a loss whose gradient is computed in float16, where small values would be 0.
 
-    It is adapted as by torch.amp.GradScaler, but an overflow shows in the gradient's norm, which all processes have.
+    It is adapted as by torch.amp.GradScaler, but an overflow is found in the gradient's norm, which is the same on all
+    processes.
     """
 
     def __init__(self, *, is_adapted: bool = False):
@@ -109,8 +110,7 @@ class Schedule(LambdaLR):
     def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
         decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
-        # LambdaLR saves attributes in checkpoints; without this one, a run that is made longer would not keep its
-        # warm-up.
+        # LambdaLR saves its attributes in checkpoints, so a run that is made longer keeps its warm-up.
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](data_size)
@@ -126,7 +126,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore, and set the optimizer's learning rates to those of the next update."""
+        """Restore the schedule, and set the optimizer's learning rates to those of the next update."""
         # Unknown keys are dropped: torch would make attributes of them.
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         self._last_lr = []  # the rates of the next update, on the curve of this run's length

@@ -32,7 +32,7 @@ from dpo.training.stop import StopRequest
 
 
 class TrainerParts(RunState):
-    """The parts of a trainer, made in this order."""
+    """The parts of a trainer, which are made in an order in which each needs only earlier ones."""
 
     def __init__(
         self, plan: Plan, data: TrainingData, models: tuple | None, *, rank: int, resume_from: Path | None = None
@@ -86,13 +86,16 @@ class TrainerParts(RunState):
         self.facts = {  # for the manifests of checkpoints
             "config": config_for_manifest(plan),
             **inputs_for_manifest(data, policy.config),
-            "base": getattr(policy, "base_digest", None),  # under an adapter, for those who merge it
+            "base": getattr(policy, "base_digest", None),  # digest of an adapter's base, checked on loading
         }
         if resume_from:
             self.checkpoints.restore(resume_from, self.list_parts())
 
     def list_parts(self) -> list[Part]:
-        """List the parts of a checkpoint in the order of writing, anew each time: they refer to this trainer."""
+        """List the parts of a checkpoint in the order in which they are written.
+
+        They are made anew each time: as they refer to this trainer, an attribute would form a cycle.
+        """
         reference = self.objective.reference
         parts = [policy_part(self.objective.policy)]
         if reference and self.plan.follow_every:  # the reference is saved only if it changes
@@ -113,7 +116,7 @@ class TrainerParts(RunState):
         model = self.plan.model
         if models:
             policy, reference = models
-            if resume_from and self.plan.lora is None:  # `load_policy` loads an adapter
+            if resume_from and self.plan.lora is None:  # with LoRA, `load_policy` loads the checkpoint's adapter
                 load_archive(unwrap(policy), resume_from)
             if resume_from and reference is not None and self.plan.follow_every:
                 load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
@@ -160,7 +163,7 @@ class TrainerParts(RunState):
 def agree_on_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:
     """Return whether every process holds frozen weights whole: as set, or if they fit on all processes.
 
-    Every process must call it, as some of their GPUs may be partly in use by other programs.
+    Every process must call it: other programs may use some of the GPUs, so that the weights do not fit there.
     """
     frozen = decide_frozen_weights(plan)
     if mesh.any(frozen == "sharded"):
@@ -181,7 +184,7 @@ def place(
 ) -> Any:
     """Distribute a loaded model over processes, or over the GPUs of this one, as the plan says; return it.
 
-    `frozen_whole`, `compute_dtype`, a name in `DTYPES`, and `receive` are for several processes (`distribute`).
+    `frozen_whole`, `compute_dtype` (a name in `DTYPES`) and `receive` are for several processes (see `distribute`).
     """
     if plan.trainer.multi_process:
         return distribute(

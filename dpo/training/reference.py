@@ -17,7 +17,7 @@ from dpo.system.plain_files import check_readable, replacing
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """Read the table, of this shape, that `ReferenceLogps.save` wrote; raise InputError for anything else."""
+    """Read a table that `ReferenceLogps.save` wrote; raise InputError for another file, or another shape."""
     problem = f"{path} is not a file of reference log-probabilities"
     check_readable(path)
     with explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it")):
@@ -38,7 +38,7 @@ class ReferenceLogps:
         self.identity = identity
 
     def store(self, rows: Sequence[int], logps: Tensor) -> None:
-        """Write values, (B, columns) on the host, into these rows; those that are not finite become unknown."""
+        """Write values, (B, columns) on the host, into these rows; values that are not finite become NaN."""
         self.table[rows] = logps.double().where(logps.isfinite(), np.nan).numpy()
 
     def find(self, rows: Sequence[int]) -> Tensor | None:
@@ -50,13 +50,13 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the table of a checkpoint, unless it is of other data or length limits; then this one is kept."""
+        """Restore the table of a checkpoint; one of other data or length limits is ignored."""
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self.table.shape:
             self.table = logps.astype(np.float64)
 
     def find_path(self, folder: str, reference_digest: str | None) -> Path:
-        """Return the path of the file for the reference of this digest and these examples; it may not exist yet."""
+        """Return the path of the file for a reference with this digest and for these examples; it may not exist."""
         facts = repr((reference_digest, self.identity, self.table.shape))
         name = hashlib.sha256(facts.encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"

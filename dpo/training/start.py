@@ -1,4 +1,4 @@
-"""What a run sets, says and checks before its first update."""
+"""Set-up, notes for the user, and checks before a run's first update."""
 
 import math
 import os
@@ -116,7 +116,8 @@ def record_setup(plan: Plan, objective: Objective) -> str:
 def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
     """Return notes on processes and devices, the model, the samples, and the disk that the run needs.
 
-    Every process must call it; rank 0 raises InputError if the disk has no room for the run.
+    Every process must call it; rank 0 raises InputError if the disk has no room for the run. With `is_first`, before
+    the first update, a note names the tasks that come before it.
     """
     policy = evaluator.objective.policy
     notes = [record_setup(plan, evaluator.objective)]
@@ -133,7 +134,7 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
 
 
 def describe_microbatches(plan: Plan) -> list[str]:
-    """Return a line if microbatches differ in size, or if there are more than gradient_accumulation_steps."""
+    """Return a line if microbatches differ in size, or if there are more than gradient_accumulation_steps; else []."""
     batch_size = plan.data.batch_size
     n_parts = plan.n_microbatches * plan.dims.data_size
     if batch_size % n_parts:
@@ -150,7 +151,7 @@ def describe_microbatches(plan: Plan) -> list[str]:
 def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
     """Return a line on the disk space that the run's files need; raise InputError if less is free."""
     interval = evaluator.interval
-    # This counts the checkpoints that will be on the disk together.
+    # This many checkpoints will be on the disk at the same time.
     n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
     if interval.keep:
         n_kept = min(n_kept, interval.keep + 1)  # and BEST
@@ -158,14 +159,14 @@ def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
     # A checkpoint has the trained weights and the optimizer's states of each; an export has the weights alone.
     n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
     run_dir = Path(plan.run.local_run_dir)
-    # A resumed run has written some of its checkpoints already.
-    n_there = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
+    # A resumed run has written these bytes already.
+    n_written = sum(file.stat().st_size for file in run_dir.glob("step-*/*") if file.is_file())
     free = shutil.disk_usage(run_dir).free
     note = (
         f"the run's files take about {n_bytes / 1e9:.3g} GB on disk, where {free / 1e9:.3g} GB are free: "
         f"{count(n_kept, 'checkpoint')} (keep_checkpoints, export)"
     )
-    if n_bytes - n_there > free and plan.run.check_disk:
+    if n_bytes - n_written > free and plan.run.check_disk:
         raise InputError(f"{note}; or set check_disk=false")
     return note
 
@@ -194,7 +195,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     mesh = objective.mesh
     loss = objective.loss
     policy = objective.policy
-    if not loss.scalar_head:  # a reward model may look both ways
+    if not loss.scalar_head:  # a reward model may attend to later tokens
         _check_causality(objective)
     tested = list(examples[: 2 * mesh.data_size])
     while len(tested) < mesh.data_size:  # every process needs an example
@@ -204,7 +205,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
 
     eval_logps = objective.forward(policy.eval(), microbatch)
     policy.train()
-    for dropout in list_dropouts(policy):  # random on purpose
+    for dropout in list_dropouts(policy):  # an adapter's dropout is random on purpose
         dropout.eval()
     columns = objective.score(microbatch, None)
     for name, values in columns.items():
@@ -262,7 +263,7 @@ def _check_causality(objective: Objective) -> None:
     [microbatch] = padded.split([Example(tokens[:1], (common + end, common + end[::-1]))] * 2, 1)
     with without_compilation(), without_tf32():
         output = objective.forward_tokens(policy, padded, microbatch.to(objective.device).inputs)
-    logps = output.logps[..., :n]  # (2, 2, n): the common tokens, in two rows of each response
+    logps = output.logps[..., :n]  # (2 responses, 2 equal examples, n): the common tokens
     noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows at two places of the batch
     noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
     if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:

@@ -19,7 +19,7 @@ class StopRequest:
     def raise_if_agreed(self) -> None:
         """Raise Stopped if all processes have agreed; one that runs alone needs no agreement."""
         if self.is_agreed or (self.mesh.world_size == 1 and self.signals):
-            raise Stopped(*self.signals[:1])  # without a signal of its own, this process names Stopped's default
+            raise Stopped(*self.signals[:1])  # a process without a signal of its own raises Stopped with its default
 
     def raise_if_any(self) -> None:
         """Raise Stopped on every process if any has received a signal; with several processes, a collective."""

@@ -10,6 +10,7 @@ from dpo.data.schema import Prompt
 from dpo.judging.answers import Pair
 from dpo.judging.judges import (
     QUESTION_FOLDER,
+    Verdict,
     is_shown_swapped,
     make_file_judge,
     make_server_judge,
@@ -17,6 +18,7 @@ from dpo.judging.judges import (
     read_verdict,
     read_verdicts,
 )
+from dpo.judging.page import write_result
 from dpo.models.answers import Answer
 
 
@@ -124,3 +126,10 @@ def test_verdicts_on_other_answers_are_named_as_such(tmp_path):
         file.write_bytes(content)
         with refused("is not a verdict|cannot be read"):
             read_verdicts(str(file))
+
+
+def test_the_page_says_what_happens_in_each_order_of_the_answers(tmp_path):
+    pairs = [make_pair("Here", f"There {score}") for score in (0.25, 0.75)]
+    facts = {"policy": "ours", "other": "theirs", "settings": {}, "sentences": [], "rates": {}}
+    page = write_result(tmp_path, "server", facts, {}, pairs, [Verdict(0.25), Verdict(0.75)]).read_text()
+    assert "loses in one order, ties in the other" in page.partition("wins in one order, ties in the other")[0]

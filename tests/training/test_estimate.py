@@ -78,9 +78,9 @@ def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, tmp_path):
     plan = resolve(resolve_settings(f"{settings} {own}"))
     data = load_data(plan, silent=True)
     found = Estimator(plan, data, RATES["h100"])
-    assert found.counted == [2, 4]
+    assert found.block_counts == [2, 4]
     whole = Estimator(plan, data, RATES["h100"])
-    whole.counted = [8]
+    whole.block_counts = [8]
     frozen = found.decide_frozen_weights(plan)
     assert found.estimate_work(plan, frozen) == whole.estimate_work(plan, frozen)
     memory, _ = found.estimate_memory(plan, frozen)
