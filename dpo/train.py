@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dpo.errors import InputError, RunError, WarningLine, explaining_full_disk
-from dpo.settings.command_line import check_command_line, exit_with, place_job
+from dpo.settings.command_line import check_command_line, exit_with, set_job_dir
 from dpo.settings.keys import CONFIG_DIR, load_plugins
 from dpo.settings.places import store_rows
 from dpo.settings.plan import Plan, describe, resolve
@@ -47,7 +47,7 @@ def start(arguments: list[str]) -> None:
 def main(config: DictConfig) -> None:
     """Run a job of a sweep (-m). Without a sweep, Hydra shows the config and does not call this."""
     try:
-        plan = place_job(resolve(config, with_plugins=True), HydraConfig.get())
+        plan = set_job_dir(resolve(config, with_plugins=True), HydraConfig.get())
         if problems := find_problems(plan):  # checked again, as a sweep's launcher may use another machine
             exit_with([problem.sentence for problem in problems])
         run_or_exit(plan)
@@ -112,7 +112,8 @@ def work(rank: int, world_size: int, plan: Plan, models: tuple | None = None, pr
     if rank == 0:
         RUN_LOG.begin(printed)
     with ending_on_stop_signals(plan.run.local_run_dir):
-        with host.importing(freeze=models is None):  # a caller's models in reference cycles could never be freed
+        # A caller's models, if they are in reference cycles, could never be freed.
+        with host.importing_without_gc(freeze=models is None):
             from dpo.recipe import run_process
         load_plugins(plan.run.plugins)
         with explaining_exits():

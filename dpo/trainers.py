@@ -178,7 +178,7 @@ class Trainer(TrainerParts):
         # The self-test expects equal models: after an update the policy differs from the reference.
         if self.batch_counter == 0 and self.plan.training.self_test:
             self.progress.line(self_test(self.objective, self.evaluator.prompts[0], self.plan))
-        if self.plan.caches_reference_first:
+        if self.plan.caches_all_reference_logps:
             # All training batches are scored, also those before the checkpoint of a resumed run, so that the cache's
             # file has all.
             batches = itertools.chain(self.evaluator.batches, self.batches.train())

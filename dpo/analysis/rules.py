@@ -89,7 +89,7 @@ def find_chosen_fall(run: LoggedRun) -> str:
     return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin_growth) else ""
 
 
-def find_chance(run: LoggedRun) -> str:
+def find_no_better_than_chance(run: LoggedRun) -> str:
     """The 95 % interval of the held-out accuracy ends below 0.55."""
     accuracy = run.eval.last(EVAL_ACCURACY)
     if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
@@ -238,7 +238,7 @@ def find_length_growth(run: LoggedRun) -> str:
     return f"{before}; {figure(length_now)} tokens, score {figure(score_now)} now"
 
 
-def find_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
+def find_mean_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
     """The mean of the metric `name` over the last tenth of the updates is below `low` or above `high`."""
     _, value = run.means_at_ends(name)
     return f"{name} {figure(value)}" if value < low or value > high else ""
@@ -259,7 +259,7 @@ RULES = (  # in the order of the page
          f"{COLLAPSE_ADVICE.capitalize()}."),
     Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
-    Rule("Held-out pairs are ranked no better than by chance", find_chance,
+    Rule("Held-out pairs are ranked no better than by chance", find_no_better_than_chance,
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",
@@ -276,7 +276,7 @@ RULES = (  # in the order of the page
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
     Rule("Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
-    Rule("Most prompts give a tie", partial(find_outside, name="online/ties", high=0.5),
+    Rule("Most prompts give a tie", partial(find_mean_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
     Rule("An earlier checkpoint is better", find_better_checkpoint,
          "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck.",
@@ -290,10 +290,10 @@ RULES = (  # in the order of the page
     Rule("One label has most of the weight", find_uneven_labels,
          "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.",
          FIXED, NOTE),
-    Rule("Drawn answers are cut off", partial(find_outside, name="online/eos", low=0.9),
+    Rule("Drawn answers are cut off", partial(find_mean_outside, name="online/eos", low=0.9),
          "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE, NOTE),
     Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as under it
-         partial(find_outside, name="online/kl", high=10.0),
+         partial(find_mean_outside, name="online/kl", high=10.0),
          "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
          ONLINE, NOTE),
 )  # fmt: skip

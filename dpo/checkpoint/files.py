@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.parallel.sharding import Parts
-from dpo.system.plain_files import check_readable, list_wrong, read_json, remove, replacing
+from dpo.system.plain_files import check_readable, list_wrong_types, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
@@ -250,10 +250,10 @@ def read_manifest(directory: Path) -> dict:
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     # A manifest without "files" is wrong too, as None is no dict.
-    wrong = list_wrong({"files": None, **manifest}, MANIFEST_FORM)
+    wrong = list_wrong_types({"files": None, **manifest}, MANIFEST_FORM)
     templates = manifest.get("chat_template")
     if isinstance(templates, dict):
-        wrong += list_wrong(templates, dict.fromkeys(templates, str))
+        wrong += list_wrong_types(templates, dict.fromkeys(templates, str))
     if wrong:
         raise DamagedCheckpoint(f"{path} has values of another type than a run writes: {', '.join(wrong)}")
     outside = sorted(name for name in manifest["files"] if Path(name).name != name)

@@ -36,7 +36,7 @@ from dpo.settings.keys import KEYS, PACKAGE, PRECISION, ResumeRule, dotted, upda
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.run_directory import FILES, check_free, lock_run_dir, read_run_facts, write_run_facts
+from dpo.system.run_directory import FILES, check_holds_no_run, lock_run_dir, read_run_facts, write_run_facts
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # These keys of a model's config do not affect a run: they name the model's origin, or our own config decides them;
@@ -118,7 +118,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     resume = plan.run.resume
     run_dir = _find_run_dir(plan)
     if resume is None:
-        check_free(run_dir, logs)
+        check_holds_no_run(run_dir, logs)
         return None
     # Path.resolve would raise for a link that leads to itself.
     source = run_dir if resume == "auto" else Path(os.path.realpath(os.path.expanduser(resume)))
@@ -126,7 +126,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     is_own_step = source.parent == run_dir and STEP.fullmatch(source.name)
     continues_here = (source == run_dir or is_own_step) and (checkpoints or read_run_facts(run_dir))
     if not continues_here:
-        check_free(run_dir, logs)
+        check_holds_no_run(run_dir, logs)
     elif is_own_step and checkpoints and parse_step(checkpoints[0]) > parse_step(source):
         raise InputError(
             f"resume={resume} would overwrite a later checkpoint of its run ({checkpoints[0].name}): choose another "

@@ -32,7 +32,7 @@ from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optim
 from dpo.system.host import host_memory
 from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import meet_rank_0, name_call, tell, wait_for
+from dpo.system.waiting import announce, meet_rank_0, name_call, wait_for
 
 COMPLETION_SECS = 60  # how long a process that fails waits for a save that needs other processes, which may fail too
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
@@ -292,7 +292,7 @@ class Checkpoints:
 
         def iterate_states() -> Iterator[tuple]:
             """Yield the `states` for `write_checkpoint`: those that rank 0 has copied, and the shards of every rank."""
-            tell(f"{call} begins")  # `write_checkpoint` has made the directory
+            announce(f"{call} begins")  # `write_checkpoint` has made the directory
             for part in copies:
                 yield part.name, part.state
                 yield from part.files.items()
@@ -303,11 +303,11 @@ class Checkpoints:
 
         if rank == 0:
             message = write(iterate_states())
-            tell(f"{call} is complete", message)
+            announce(f"{call} is complete", message)
             return message
         wait_for(f"{call} begins")  # from then on, the directory is there
         written = [file for part in copies for file in write_own(part)]
-        tell(f"{call}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
+        announce(f"{call}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
         return wait_for(f"{call} is complete")
 
     def check(self) -> None:

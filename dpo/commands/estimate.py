@@ -194,7 +194,7 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
 
     The plans have ever more backward passes.
     """
-    from dpo.training.estimate import find_seconds
+    from dpo.training.estimate import estimate_seconds
 
     usable_gb = USABLE * estimator.rates.memory_gb
     frozen = estimator.decide_frozen_weights(plans[0])
@@ -210,7 +210,7 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
     plan = plans[index]
     memory, notes = memories.get(index) or estimator.estimate_memory(plan, frozen)
     work = estimator.estimate_work(plan, frozen)
-    seconds = find_seconds(plan, work, estimator.rates)
+    seconds = estimate_seconds(plan, work, estimator.rates)
     keys = ("trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps")
     return {
         "settings": {

@@ -34,7 +34,7 @@ def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: in
             "prompt_attention_mask": [1] * n_prompt,
         }
         texts = prompt.texts(index)
-        for (role, text), (response, cuts) in zip(texts.items(), example.cut_responses, strict=True):
+        for (role, text), (response, cuts) in zip(texts.items(), example.responses_with_cuts, strict=True):
             row[role] = prompt.text + text
             row[f"{role}_response_only"] = text
             row[f"{role}_input_ids"] = [*example.prompt, *response]

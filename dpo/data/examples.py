@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.prompt_forms import is_prefilled
-from dpo.data.schema import Messages, Prompt, naming
+from dpo.data.schema import Messages, Prompt, naming_place
 from dpo.data.templates import TemplateRejects, apply_template, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
@@ -53,10 +53,12 @@ class Example(NamedTuple):
     def n_scored(self) -> tuple[int, ...]:
         """Scored tokens of each response."""
         n_unpredicted = 0 if self.prompt else 1  # a first token has none before it from which it is predicted
-        return tuple(len(response) - n_unpredicted - count_unscored(cuts) for response, cuts in self.cut_responses)
+        return tuple(
+            len(response) - n_unpredicted - count_unscored(cuts) for response, cuts in self.responses_with_cuts
+        )
 
     @property
-    def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def responses_with_cuts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Each response with its cuts, which are () if all of it is scored."""
         return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
 
@@ -178,7 +180,7 @@ def encode_examples(
             # with all responses of the prompt, so that all its examples have the same prompt tokens
             whole.append((prompt.text, prompt.pieces))
     ids = encode(apart)
-    conversations = iter(encode.encode_whole(whole))
+    conversations = iter(encode.encode_conversations(whole))
     encoded = []
     for prompt, index in examples:
         if prompt.apart:
@@ -197,7 +199,7 @@ def _make_example(
     """Make an Example from its token ids: end the responses with EOS, and truncate prompt and responses."""
     texts = prompt.texts(index)
     if not prompt.rendered:
-        with naming(f"dataset {prompt.dataset}"):
+        with naming_place(f"dataset {prompt.dataset}"):
             refuse_eos([*texts.values(), prompt.text] if prompt.apart else texts.values(), encode.tokenizer)
     whole = []  # each response, not yet truncated
     for text, pieces in zip(texts.values(), tokens.responses, strict=True):
@@ -274,7 +276,7 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
             """Tokenize the system turn, and the turns from `start` on without the first `n_left_out` characters."""
             first = {**messages[start], "content": messages[start]["content"][n_left_out:]}
             text = render([*system, first, *messages[start + 1 :]])
-            return encode.encode_whole([(text[: len(text) - n_cut_off], [])])[0].prompt
+            return encode.encode_conversations([(text[: len(text) - n_cut_off], [])])[0].prompt
 
         # the later the start, the fewer tokens: a binary search finds the first start that fits
         index = bisect_left(users, True, key=lambda start: len(encode_from(start)) <= limit)

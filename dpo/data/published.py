@@ -8,7 +8,7 @@ from typing import TypedDict
 import numpy as np
 import tqdm
 
-from dpo.data.schema import ASSISTANT, Row, get_field, naming
+from dpo.data.schema import ASSISTANT, Row, get_field, naming_place
 from dpo.data.sources import load_rows
 from dpo.errors import InputError
 from dpo.settings.places import BUILT_IN, Source
@@ -101,7 +101,7 @@ def get_hh(
     """
     entries: Entries = {}
     for row, where in _read_rows(source, split, cache_dir, silent):
-        with naming(where):
+        with naming_place(where):
             chosen = get_field(row, "chosen")
             rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
@@ -121,7 +121,7 @@ def get_shp(
     entries: Entries = {}
     scores = defaultdict(dict)  # by prompt and response
     for row, where in _read_rows(source, split, cache_dir, silent):
-        with naming(where):
+        with naming_place(where):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
             a = " " + get_field(row, "human_ref_A")
             b = " " + get_field(row, "human_ref_B")
@@ -144,7 +144,7 @@ def _read_questions(named_rows: Sequence[tuple[Row, str]]) -> Entries:
     """Read rows of `_read_rows` as questions, each with every pair of its answers."""
     entries: Entries = {}
     for row, where in named_rows:
-        with naming(where):
+        with naming_place(where):
             question = get_field(row, "question")
             answers = get_field(row, "answers", list)
             if not answers:

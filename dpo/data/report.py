@@ -12,7 +12,7 @@ import numpy as np
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples, read_examples
 from dpo.data.near_duplicates import make_digests
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
-from dpo.data.schema import WARNING_SHARE, Prompt, naming
+from dpo.data.schema import WARNING_SHARE, Prompt, naming_place
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
 from dpo.errors import WarningLine
@@ -176,7 +176,7 @@ class SplitCounter:
             used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
             if prompt.apart:  # else the prompt may be a chat that the user has rendered, which may have EOS
                 used.add(prompt.text)
-            with naming(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
+            with naming_place(f"dataset {prompt.dataset}, prompt {prompt.text[-80:]!r}"):
                 refuse_eos(used, tokenizer)
 
     def _note_format(self, prompt: Prompt) -> None:

@@ -176,7 +176,7 @@ def write_lines(path: Path, values: Iterable[Mapping]) -> None:
 
 
 @contextmanager
-def naming(where: str) -> Iterator:
+def naming_place(where: str) -> Iterator:
     """Begin the message of an InputError that is raised inside with `where`, the place of what is read."""
     try:
         yield

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNING_SHARE, Messages, Prompt, check_unicode, common_prefix, is_scored
-from dpo.data.tokenization import compile_control, list_ends, match_any, remove_final_eos
+from dpo.data.tokenization import compile_control, list_end_strings, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
@@ -274,7 +274,7 @@ def _refuse_lost(
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._end_token = match_any(list_ends(tokenizer))
+        self._end_token = match_any(list_end_strings(tokenizer))
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
         """Return a prompt with its messages and responses rendered to texts, and with the cuts of the responses.

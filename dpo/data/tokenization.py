@@ -51,7 +51,7 @@ def remove_special_tokens(text: str, tokenizer: Any) -> str:
     return text
 
 
-def list_ends(tokenizer: Any) -> list[str]:
+def list_end_strings(tokenizer: Any) -> list[str]:
     """List the strings of the tokens that end an answer: those of the model's generation config, and EOS."""
     return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
 
@@ -96,14 +96,14 @@ class TextEncoder:
         self.largest_id = largest_id  # of all texts so far; -1 before the first
         self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
         self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
-        self.ends = tuple(list_ends(tokenizer))  # strings of the tokens that end an answer
+        self.ends = tuple(list_end_strings(tokenizer))  # strings of the tokens that end an answer
         self._lock = Lock()  # held while `_parts_tokenizer` is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize each text by itself; return token ids by text."""
         return {text: ids[0] for (text,), ids in self._encode((text,) for text in texts).items()}
 
-    def encode_whole(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
+    def encode_conversations(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize each prompt with each of its responses as one text; return the tokens of each conversation.
 
         A conversation is the text of a prompt, and its responses in pieces. Its parts are tokenized apart if a token

@@ -13,7 +13,7 @@ import tqdm
 from dpo.data.custom import get_custom
 from dpo.data.preflight import load_data
 from dpo.data.prompt_forms import make_chat
-from dpo.data.schema import Prompt, naming
+from dpo.data.schema import Prompt, naming_place
 from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
@@ -98,7 +98,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
     """
     text = prompt.text
     if tokenizer is not model.tokenizer:
-        with naming(f"the prompt {prompt.written[:80]!r}"):
+        with naming_place(f"the prompt {prompt.written[:80]!r}"):
             text = model.write(prompt.messages or make_chat(prompt, "")[:-1])  # without the empty answer
     with suppress(InputError):
         return model.encode(text, n_new=n_new)

@@ -25,7 +25,7 @@ from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
 from dpo.checkpoint.shards import list_shards
 from dpo.data.prompt_forms import CHAT, HH, PROMPT_FORMS, RAW
 from dpo.data.templates import apply_template
-from dpo.data.tokenization import list_ends
+from dpo.data.tokenization import list_end_strings
 from dpo.data.tokenizer import bind_template, explaining_load_errors, load_tokenizer
 from dpo.errors import InputError, RunError, WarningLine, explaining, one_sentence
 from dpo.losses import LOSSES
@@ -36,12 +36,12 @@ from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, 
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.published import (
     Tensors,
+    add_keys_of_both_versions,
     drop_copies,
     find_file,
     is_text_part,
     read_weights,
     rename_weights,
-    spell_both_ways,
 )
 from dpo.models.quantization import layers_to_quantize, round_weight
 from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
@@ -261,7 +261,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
         if not state.keys().isdisjoint(model.all_tied_weights_keys):  # the head is separate, unlike in the config
             part["tie_word_embeddings"] = False
-    spell_both_ways(text, config.get_text_config())
+    add_keys_of_both_versions(text, config.get_text_config())
     if not is_text_part(config):  # else the base's class stays, as the export has the parts that were not trained too
         written["architectures"] = [type(model).__name__]
     written.pop("auto_map", None)
@@ -528,5 +528,5 @@ def _write_reward_code(source: ModelPath, form: str | None) -> str:
     if form == CHAT:  # the first end token that the template writes after an answer
         dialogue = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
         after = apply_template(tokenizer, dialogue).rpartition("Hi!")[2]
-        end = min((token for token in list_ends(tokenizer) if token in after), key=after.index, default=end)
+        end = min((token for token in list_end_strings(tokenizer) if token in after), key=after.index, default=end)
     return REWARD.format(text=EXAMPLES[form or RAW], end=json.dumps(end))

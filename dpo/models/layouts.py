@@ -28,7 +28,7 @@ from dpo.models.logprobs import (
     token_logps,
 )
 from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, split_evenly
-from dpo.parallel.sharding import find_class, run_as_forward
+from dpo.parallel.sharding import find_class_before_fsdp, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_tf32
 from dpo.system.host import is_gpu
@@ -136,7 +136,7 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
     for side, i in np.ndindex(row_index.shape):
         if side < len(examples[i].responses):
             row_index[side, i] = len(rows)
-            rows.append((examples[i].prompt, *examples[i].cut_responses[side]))
+            rows.append((examples[i].prompt, *examples[i].responses_with_cuts[side]))
     input_ids, attention_mask = np.zeros((2, len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for row, (prompt, response, cuts) in enumerate(rows):
@@ -218,8 +218,8 @@ def choose_layout(
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
-        if reference is not None and find_class(reference) is not find_class(model):
-            reason = f"has a reference of another class, {find_class(reference).__name__}"
+        if reference is not None and find_class_before_fsdp(reference) is not find_class_before_fsdp(model):
+            reason = f"has a reference of another class, {find_class_before_fsdp(reference).__name__}"
         else:
             longest = longest or max_length
             longest_row = min(n_responses * longest, 4 * max_length)
@@ -233,7 +233,7 @@ def choose_layout(
             layout = Padded()
     if reason is None:
         return layout, None
-    reason = f"{find_class(model).__name__} {reason}"
+    reason = f"{find_class_before_fsdp(model).__name__} {reason}"
     if find_attention(model.config) == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {reason}: use sdpa")
     return layout, f"layout=padded: {reason}"

@@ -138,7 +138,7 @@ def pack(
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
     indices_of_examples = []
     for example in examples:
-        own = [indices.setdefault((example.prompt, response), len(indices)) for response in example.cut_responses]
+        own = [indices.setdefault((example.prompt, response), len(indices)) for response in example.responses_with_cuts]
         indices_of_examples.append(own)
     trees = []
     latest = {}  # prompt -> the last tree with it

@@ -17,7 +17,7 @@ from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath
-from dpo.models.published import is_text_part, map_weights, name_in_class, replace_by_stubs
+from dpo.models.published import is_text_part, map_weights, replace_by_stubs, set_names_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
@@ -200,7 +200,7 @@ def _adjust(model: Any, source: ModelPath, config: Any) -> Any:
         text_config.output_router_logits = False
     if source.scalar_head:
         install_scalar_head(model)
-    name_in_class(model, config)
+    set_names_in_class(model, config)
     return model
 
 

@@ -184,7 +184,7 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
     return names
 
 
-def spell_both_ways(written: dict, config: Any) -> None:
+def add_keys_of_both_versions(written: dict, config: Any) -> None:
     """Add entries to `written`, the content of a config file, so that both transformers 4 and 5 can read it.
 
     Their keys for rope and for Qwen3's experts differ. `config` is the text part's.
@@ -231,7 +231,7 @@ def is_text_part(config: Any) -> bool:
     return text_config is not None and getattr(model_class, "config_class", None) is text_config
 
 
-def name_in_class(model: Any, config: Any) -> None:
+def set_names_in_class(model: Any, config: Any) -> None:
     """Set `checkpoint_class` and `names_in_class` of a text part's model.
 
     They are the name of the checkpoint's class, and a map from names of weights to those in that class. Other models do

@@ -209,7 +209,7 @@ class RewardModel:
             ids = self._encode([prompt.text, text])
             token_ids = ids[prompt.text] + ids[text]
         else:
-            [tokens] = self._encode.encode_whole([(prompt.text, [[text]])])
+            [tokens] = self._encode.encode_conversations([(prompt.text, [[text]])])
             token_ids = tokens.prompt + tokens.responses[0][0]
         if self.form == POLICY_FORMAT and answer.ended:
             end = self.tokenizer.eos_token_id

@@ -154,7 +154,7 @@ def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict)
     return cast(args), cast(kwargs)
 
 
-def find_class(model: Any) -> type[nn.Module]:
+def find_class_before_fsdp(model: Any) -> type[nn.Module]:
     """Find the class that a model had before FSDP, which makes a subclass of whatever it shards."""
     return next(parent for parent in type(model).__mro__ if not issubclass(parent, FSDPModule))
 

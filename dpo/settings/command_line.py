@@ -333,7 +333,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
 # --- the jobs of a sweep, and help ------------------------------------------------------------------------------------
 
 
-def place_job(plan: Plan, hydra_config: Any) -> Plan:
+def set_job_dir(plan: Plan, hydra_config: Any) -> Plan:
     """Return the plan of a sweep's job with a run directory that has the job's number, and the sweep's W&B group.
 
     The directory is inside `local_run_dir` if the user set it, else beside the default one.

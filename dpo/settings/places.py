@@ -163,7 +163,7 @@ class Source(NamedTuple):
         return path is not None and (not path.is_dir() or (path / SAVED).is_file())
 
 
-def place_datasets(values: Mapping) -> dict:
+def name_datasets(values: Mapping) -> dict:
     """Replace each path and Hub id in `datasets` by a name made of it, whose source in `dataset_sources` it becomes.
 
     Wrong values stay as they are. Returns a copy of `values`, the config.

@@ -14,7 +14,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.redaction import redact
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, choose_defaults, dotted, find_defaults, find_key, load_plugins
-from dpo.settings.places import place_datasets
+from dpo.settings.places import name_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
 
@@ -71,7 +71,7 @@ class Plan:
         return self.lora is not None and self.lora.name == "qlora"
 
     @property
-    def can_hold_frozen_whole(self) -> bool:
+    def frozen_whole_is_exact(self) -> bool:
         """Whether policy and reference start out equal under `fsdp_frozen_weights=whole`.
 
         It rounds the base to the dtype in which the policy computes. A second model as reference is not rounded, so it
@@ -121,7 +121,7 @@ class Plan:
         return round(share * self.data.batch_size)
 
     @property
-    def caches_reference_first(self) -> bool:
+    def caches_all_reference_logps(self) -> bool:
         """Whether the reference scores all examples before training, after which its memory is freed."""
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
@@ -158,7 +158,7 @@ def resolve(
     if with_plugins:
         load_plugins(nested.get("plugins"))
     composed = OmegaConf.merge(choose_defaults(dict(dotted(nested))), nested)
-    values = place_datasets(flatten(composed))
+    values = name_datasets(flatten(composed))
     if isinstance(values["local_run_dir"], str):
         values["local_run_dir"] = os.path.expanduser(values["local_run_dir"])
     if keys.is_text(values["chat_template"]):  # a later command may run in another directory

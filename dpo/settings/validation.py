@@ -13,7 +13,7 @@ from dpo.losses import LOSSES
 from dpo.numbers import count
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, MISSING, dotted, find_defaults
-from dpo.settings.places import Problem, find_dataset_problems, place_datasets
+from dpo.settings.places import Problem, find_dataset_problems, name_datasets
 from dpo.settings.plan import UNCOUNTED, Plan, make_plan
 from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
@@ -52,7 +52,7 @@ def _check_processes(p: Plan) -> list[Check]:
         ("lora.name trainer", p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
          f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"),
         ("fsdp_frozen_weights lora.reference",
-         p.fsdp.fsdp_frozen_weights == "whole" and not p.can_hold_frozen_whole,
+         p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact,
          "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"),
     ]
 
@@ -314,7 +314,7 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
         if recorded.get("plugins") and recorded["loss.name"] not in LOSSES:
             # A command that reads an earlier run's config needs no loss of a plugin.
             recorded = {key: value for key, value in recorded.items() if not key.startswith("loss.")}
-        plan = make_plan(place_datasets(find_defaults(recorded) | recorded))
+        plan = make_plan(name_datasets(find_defaults(recorded) | recorded))
     except Exception as error:  # the file may be any YAML, which fails in any way
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
     set_values = {key: value for key, value in plan.values.items() if key in KEYS and value != MISSING}

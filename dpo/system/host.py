@@ -97,7 +97,7 @@ def harden_stdio() -> None:
 
 
 @contextmanager
-def importing(*, freeze: bool = False) -> Iterator:
+def importing_without_gc(*, freeze: bool = False) -> Iterator:
     """Import modules inside without garbage collection, which would take a quarter of the time.
 
     With `freeze`, garbage collections afterwards skip all objects that exist by then, which makes them faster. Of these

@@ -25,7 +25,7 @@ from dpo.system.host import (
     count_gpus,
     drop_safe_path,
     harden_stdio,
-    importing,
+    importing_without_gc,
     keep_freed_memory,
     raise_open_file_limit,
     return_freed_memory,
@@ -184,7 +184,7 @@ def _run_in_group(
     rank_env: RankEnv, worker: Callable, args: tuple, timeout_secs: float, heartbeat_timeout_secs: float
 ) -> tuple[int, str]:
     """Join the group and run a worker; return its exit status, and a message for the user, which may be empty."""
-    with importing():
+    with importing_without_gc():
         import torch.distributed as dist
         import tqdm
 

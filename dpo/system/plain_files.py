@@ -68,14 +68,14 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def list_wrong(values: Mapping, form: Mapping) -> list[str]:
+def list_wrong_types(values: Mapping, form: Mapping) -> list[str]:
     """List the names whose value is not of the type, or types, that `form` has for it; a missing value is not wrong."""
     return [name for name, kind in form.items() if name in values and not isinstance(values[name], kind)]
 
 
 def has_form(value: Any, form: Mapping) -> bool:
     """Whether a value is a mapping that has all names in `form`, with values of these types."""
-    return isinstance(value, Mapping) and form.keys() <= value.keys() and not list_wrong(value, form)
+    return isinstance(value, Mapping) and form.keys() <= value.keys() and not list_wrong_types(value, form)
 
 
 def remove(path: Path) -> None:

@@ -28,7 +28,7 @@ from dpo import __version__
 from dpo.errors import InputError, RunError, WarningLine, explaining, find_advice
 from dpo.redaction import redact
 from dpo.system.host import is_installed
-from dpo.system.plain_files import list_wrong, read_json, replacing, write_json
+from dpo.system.plain_files import list_wrong_types, read_json, replacing, write_json
 from dpo.system.signals import Stopped
 
 # A run has these files.
@@ -60,7 +60,7 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
-def check_free(run_dir: Path, logs: Iterable[str] = ()) -> None:
+def check_holds_no_run(run_dir: Path, logs: Iterable[str] = ()) -> None:
     """Raise InputError if a new run would overwrite files of a run that began to train, or of someone else.
 
     `logs` are the names of further files that the new run writes.
@@ -196,7 +196,7 @@ def read_run_facts(run_dir: Path) -> dict:
         datetime.fromisoformat(facts["started"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong(facts, FACT_TYPES)
+    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong_types(facts, FACT_TYPES)
     return facts if is_ours else {}
 
 

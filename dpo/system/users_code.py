@@ -34,7 +34,12 @@ def load_module(file: Path, problem: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)  # dataclasses and pickle look the module up there
     sys.path.append(str(file.parent))  # for imports of modules beside the file, and so that workers find it by its name
-    run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, file)
+    try:
+        run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, file)
+    except InputError:
+        if sys.modules[name] is module:  # a second call must not return a module that has run in part
+            del sys.modules[name]
+        raise
     return module
 
 

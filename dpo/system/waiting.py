@@ -71,7 +71,7 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def tell(key: str, value: str = "") -> None:
+def announce(key: str, value: str = "") -> None:
     """Set a key in the store, for which other ranks may wait."""
     if has_other_ranks():
         default_store().set(key, value)
@@ -91,7 +91,7 @@ def after_rank_0(call_site: str, act: Callable[[], T]) -> T:
         wait_for(key)
         return act()
     result = act()
-    tell(key)  # lets the other ranks go on
+    announce(key)  # lets the other ranks go on
     return result
 
 
@@ -139,7 +139,7 @@ def all_arrive(call_site: str, *, patience_secs: float) -> bool:
     if not has_other_ranks():
         return True
     call = name_call(call_site)
-    tell(f"rank {dist.get_rank()} at {call}")
+    announce(f"rank {dist.get_rank()} at {call}")
     if patience_secs:
         try:
             for other in range(dist.get_world_size()):

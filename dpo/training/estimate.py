@@ -151,7 +151,7 @@ def simulate(
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     policy = distribute_fake(policy, plan.compute_dtype)
-    is_cached = plan.caches_reference_first
+    is_cached = plan.caches_all_reference_logps
     logps = ReferenceLogps(plan.data.batch_size, len(plan.loss.reference_columns))
     logps.table.fill(0)  # any value but NaN, which would mean that an example is not cached
     reference = Reference(None, None, logps)
@@ -163,7 +163,7 @@ def simulate(
         reference = Reference(policy, None, logps, in_use)
     objective = FakeObjective(policy, reference, layout, mesh, plan.loss, autocast=DTYPES.get(plan.model.autocast))
     optimizer = make_optimizer(plan.training, policy)
-    batch = find_batch(Batches(plan, data, layout), batch_index, is_cached=is_cached)
+    batch = make_batch_at(Batches(plan, data, layout), batch_index, is_cached=is_cached)
     counter = CollectiveCounter(mesh)
     flop_counter = FlopCounterMode(display=False)
     policy.train()
@@ -204,7 +204,7 @@ def use_plain_attention(model: Any) -> None:
         model.set_attn_implementation(PLAIN_ATTENTION)
 
 
-def find_batch(batches: Batches, index: int, *, is_cached: bool = False) -> Batch:
+def make_batch_at(batches: Batches, index: int, *, is_cached: bool = False) -> Batch:
     """Return the training batch with this index; with `is_cached`, the first rows of the cache are its examples'."""
     batch = next(batches.train(skip=index))
     rows = range(len(batch.examples)) if is_cached else ()
@@ -224,7 +224,7 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-def find_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
+def estimate_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
     """Find how long an update takes: FSDP's collectives overlap with compute, those of tensor parallelism do not."""
     compute = work.flops / (rates.tflops[plan.model.autocast or plan.compute_dtype] * 1e12)
     dims = plan.dims

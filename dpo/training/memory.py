@@ -145,7 +145,7 @@ def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         memory["optimizer_step"] = trained_bytes
     if plan.run.checkpoint_format == "sharded" and not plan.gpus:
         memory["checkpoint_copy"] = trained_bytes + memory["optimizer"]  # written while training goes on
-    if plan.reference == "model" and not plan.caches_reference_first:  # else it is freed before training
+    if plan.reference == "model" and not plan.caches_all_reference_logps:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
         memory["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
@@ -354,7 +354,7 @@ def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | N
     has_frozen_weights = plan.lora or plan.reference == "model"
     if plan.fsdp.fsdp_frozen_weights or not (plan.trainer.multi_process and has_frozen_weights):
         return plan.fsdp.fsdp_frozen_weights
-    if not (plan.gpus and plan.can_hold_frozen_whole):
+    if not (plan.gpus and plan.frozen_whole_is_exact):
         return "sharded"
     needed = find_peak(plan, count_weight_memory(plan, make_policy_structure(plan), "whole")).total()
     return "whole" if needed <= MAX_WEIGHTS_SHARE * (available or _find_available(plan)) else "sharded"

@@ -176,7 +176,7 @@ def list_first_tasks(plan: Plan) -> str:
     tasks = []
     if plan.training.self_test:
         tasks.append("self-test (self_test)")
-    if plan.caches_reference_first:
+    if plan.caches_all_reference_logps:
         tasks.append("reference scores (cache_reference_logps)")
     if plan.evaluation.do_first_eval:
         tasks.append(f"evaluation of up to {plan.data.n_eval_examples} examples (do_first_eval, n_eval_examples)")

@@ -100,7 +100,7 @@ def test_log_probabilities_are_those_of_plain_transformers_on_the_conversation(k
 def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_responses(tokenizer_kind):
     tokenizer = TOKENIZERS[tokenizer_kind]
     prompt = read(tokenizer, "texts, joined")
-    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, prompt.pieces)])
+    [tokens] = TextEncoder(tokenizer).encode_conversations([(prompt.text, prompt.pieces)])
     assert tokens.crosses
     assert tokens.prompt == tokenizer(prompt.text)["input_ids"]
     marker = tokenizer(MARKERS[0])["input_ids"]
@@ -120,7 +120,7 @@ def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags)
     tokenizer = copy.deepcopy(TOKENIZERS["never"])
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", **flags)]})
     pieces = ["cat ", "<|end|>", "\n<s>[I] the", "<|end|>\n", "It is"]
-    [tokens] = TextEncoder(tokenizer).encode_whole([("the", [pieces])])
+    [tokens] = TextEncoder(tokenizer).encode_conversations([("the", [pieces])])
     whole = tokenizer("the" + "".join(pieces), add_special_tokens=False)["input_ids"]
     assert [*tokens.prompt, *chain(*tokens.responses[0])] == whole
     end = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -136,6 +136,6 @@ def test_a_tokenizer_without_offsets_drops_a_marker_before_each_part():
             return TOKENIZERS["always"](text, add_special_tokens=add_special_tokens)
 
     prompt, response = "<s><A>\n", "It is"
-    [tokens] = TextEncoder(InPython()).encode_whole([(prompt, [[response]])])
+    [tokens] = TextEncoder(InPython()).encode_conversations([(prompt, [[response]])])
     whole = TOKENIZERS["always"](prompt + response, add_special_tokens=False)["input_ids"]
     assert [*tokens.prompt, *tokens.responses[0][0]] == whole

@@ -106,4 +106,4 @@ def test_a_token_that_the_model_does_not_embed_is_refused_among_earlier_and_late
     later = TextEncoder(tokenizer, largest_id=id_of_a - 1)
     later.check_vocabulary(id_of_a)
     with refused(rf"token id {id_of_a}, but"):
-        later.encode_whole([("a", [[" a"]])])
+        later.encode_conversations([("a", [[" a"]])])

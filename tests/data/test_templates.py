@@ -75,7 +75,7 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     assert text is None or entry.responses[0] == text
     [example] = encode(data, tokenizer)
     assert show_scored(example, tokenizer) == seen
-    assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
+    assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.responses_with_cuts[0]))
 
 
 def test_cuts_are_truncated_with_their_response(chat):

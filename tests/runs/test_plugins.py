@@ -10,6 +10,7 @@ import pytest
 from support.pytests import refused, succeeded
 from support.runs import ROOT, read_code, read_json, read_metrics, run_python, run_script, small_run, write_rows
 
+from dpo import plugins
 from dpo.plugins import run_plugins
 from dpo.system.users_code import hash_code
 
@@ -97,7 +98,7 @@ def test_a_resumed_run_needs_the_same_code(folder):
         ("import dpo.plugins as p\np.add_dataset('demo', list)", "the datasets demo have names of ours"),
         (
             "import dpo.plugins as p\np.add_loss('mine', lambda scores, *, beta: 0)",
-            "loss mine: its option beta needs a type",
+            "loss mine: its option beta must have a type",
         ),
     ],
 )
@@ -106,6 +107,17 @@ def test_a_plugin_that_fails_is_refused_with_its_line(folder, code, reason):
     result = train(folder, "plugins=[my.py]", "loss=sft", "datasets=[demo]")
     assert result.returncode == 2
     assert re.search(reason, result.stderr)
+
+
+def test_a_plugin_that_has_failed_runs_once_it_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpo.plugins.READERS", {})
+    plugin = tmp_path / "mended.py"
+    plugin.write_text("1 / 0")
+    with refused("division by zero"):
+        run_plugins([str(plugin)])
+    plugin.write_text("import dpo.plugins\ndpo.plugins.add_reader('mended', dict)")
+    run_plugins([str(plugin)])
+    assert plugins.READERS == {"mended": dict}
 
 
 def test_directories_beside_a_plugin_are_no_obstacle_and_a_fifo_is_refused(folder):

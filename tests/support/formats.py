@@ -57,5 +57,5 @@ def encode(data: Any, tokenizer: Any, **limits: int) -> list[Example]:
 
 def show_scored(example: Example, tokenizer: Any) -> str:
     """The scored tokens of the chosen response as text, with | for what is left out."""
-    labels = make_labels(*example.cut_responses[0])
+    labels = make_labels(*example.responses_with_cuts[0])
     return re.sub(r"\|+", "|", "".join("|" if label < 0 else tokenizer.decode([label]) for label in labels))

@@ -18,7 +18,7 @@ from support.runs import ROOT, read_json, read_rows
 
 from dpo.errors import WarningLine
 from dpo.system.host import harden_stdio
-from dpo.system.run_directory import RunLog, check_free, lock_run_dir, write_run_facts
+from dpo.system.run_directory import RunLog, check_holds_no_run, lock_run_dir, write_run_facts
 
 
 def test_a_new_directory_holds_config_and_environment(run_dir, monkeypatch):
@@ -56,10 +56,10 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
 def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
     write_run_facts(tmp_path, {"lr": 1})
     (tmp_path / "report").mkdir()
-    check_free(tmp_path)
+    check_holds_no_run(tmp_path)
     (tmp_path / "step-8").mkdir()  # its logs were moved away
     with refused(r"already holds a run \(step-8\)"):
-        check_free(tmp_path)
+        check_holds_no_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path):
         threading.Timer(0.3, fcntl.flock, (file, fcntl.LOCK_UN)).start()
         lock_run_dir(tmp_path).close()
     (tmp_path / ".lock").write_text("p")  # as on a full disk
-    check_free(tmp_path)
+    check_holds_no_run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpo.data.preflight import load_data
 from dpo.parallel.collectives import CollectiveCounter
 from dpo.settings.plan import resolve
-from dpo.training.estimate import RATES, Estimator, find_batch
+from dpo.training.estimate import RATES, Estimator, make_batch_at
 from trainers import Trainer
 
 FSDP = "trainer=FSDPTrainer world_size=2"
@@ -44,8 +44,8 @@ def resolve_settings(rows, run_dir):
 def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
     plan = resolve(config, world_size=world_size)
     trainer = Trainer(plan, load_data(plan, silent=True), None, rank=rank)
-    batch = find_batch(trainer.batches, 0)
-    if plan.caches_reference_first:
+    batch = make_batch_at(trainer.batches, 0)
+    if plan.caches_all_reference_logps:
         trainer.objective.cache_reference(trainer.batches.train(), folder=str(file.parent))
         batch = next(trainer.batches.train())
     counter, flops = CollectiveCounter(trainer.mesh), FlopCounterMode(display=False)
