@@ -117,7 +117,7 @@ def test_a_plugin_that_has_failed_runs_once_it_is_mended(tmp_path, monkeypatch):
         run_plugins([str(plugin)])
     plugin.write_text("import dpo.plugins\ndpo.plugins.add_reader('mended', dict)")
     run_plugins([str(plugin)])
-    assert plugins.READERS == {"mended": dict}
+    assert {"mended": dict} == plugins.READERS
 
 
 def test_directories_beside_a_plugin_are_no_obstacle_and_a_fifo_is_refused(folder):
