@@ -250,7 +250,7 @@ def test_the_prediction_for_a_gpu_has_its_rows_temporaries_and_copies(command, m
 
     monkeypatch.setattr(memory, "find_largest_microbatch", note)
     on_gpu = replace(plan, gpus=1)
-    assert {*predict(plan, data)[0]} - {*predict(on_gpu, data)[0]} == {"kept", "process"}
+    assert {*predict(plan, data)[0]} - {*predict(on_gpu, data)[0]} == {"fragmentation", "python"}
     assert [alignment for alignment, _ in found] == [1, GPU_ALIGNMENT]
     cpu, gpu = (memory.count_logits(each, policy, found[0][1]) for each in (plan, on_gpu))
     assert gpu == 2 * cpu  # a GPU computes the log-probabilities of a chunk at once

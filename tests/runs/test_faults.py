@@ -125,7 +125,7 @@ def test_a_run_killed_in_a_save_goes_on_with_three_processes_then_cut_over_two(c
     expected = AutoModelForCausalLM.from_pretrained(export(whole, tmp_path / "whole"))(tokens).logits
     for folder in (tmp_path / "model", export(run_dir / "whole", tmp_path / "exported")):
         logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(

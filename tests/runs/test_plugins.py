@@ -110,7 +110,8 @@ def test_a_plugin_that_fails_is_refused_with_its_line(folder, code, reason):
 
 
 def test_a_plugin_that_has_failed_runs_once_it_is_mended(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpo.plugins.READERS", {})
+    for table in ("READERS", "_digests"):
+        monkeypatch.setattr(f"dpo.plugins.{table}", {})
     plugin = tmp_path / "mended.py"
     plugin.write_text("1 / 0")
     with refused("division by zero"):

@@ -51,7 +51,7 @@ def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, mo
         now = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: now() + 1000)
         time.sleep(TIMEOUT_SECS)
-    assert re.match(r"for 1\d\d\d s it did not run, or code in C held Python's lock", reasons[0])
+    assert re.match(r"for 1\d\d\d s it did not run, or C code held the GIL", reasons[0])
 
 
 def test_a_machine_alone_is_not_watched(watch):

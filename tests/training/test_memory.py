@@ -95,7 +95,7 @@ def assert_predicted(rows, run_dir, tmp_path):
         file = tmp_path / "bytes"
         launch(measure_updates, plan.dims.world_size, config, file, process_group=plan.trainer.multi_process)
         assert notes == []
-        assert predicted.total() - predicted["kept"] == pytest.approx(int(file.read_text()), rel=0.05)
+        assert predicted.total() - predicted["fragmentation"] == pytest.approx(int(file.read_text()), rel=0.05)
 
     return assert_it
 
