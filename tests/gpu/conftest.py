@@ -14,7 +14,7 @@ import pytest
 from dpo.system.host import count_gpus, set_allocators
 
 # The acceptance run goes in the order of value, so that a run that is cut short has done what matters most.
-NAMES = ("layouts", "features", "syncs", "golden", "memory", "fsdp", "repeats", "compile")
+NAMES = ("layouts", "features", "syncs", "golden", "memory", "rates", "fsdp", "repeats", "compile")
 DEADLINE = time.time() + 60 * float(os.environ.get("GPU_CHECK_MINUTES", "inf"))
 CHILD = "GPU_TEST_CHILD"  # set in the process of one test
 LAST_LINES = 40  # of the output of a test that ended without a result
