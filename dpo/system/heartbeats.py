@@ -56,7 +56,7 @@ def watching_machines(
                 give_up(f"for {now - looked_at:.0f} s it did not run, or C code held the GIL")
             looked_at = now
             silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if machine in silent:  # its own heartbeats come from the store, too, so it is the store that is silent
+            if writes and machine in silent:  # not even our own heartbeats come back: it is the store that is silent
                 give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
             elif silent:
                 names = " and ".join(f"machine {i}" for i in silent)

@@ -19,8 +19,8 @@ def watch():
     """A machine of two, whose reasons to give up are in a list."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def watch(machine: int, reasons: list[str], n_machines: int = 2) -> Any:
-        options = {"writes": True, "timeout_secs": TIMEOUT_SECS, "give_up": reasons.append}
+    def watch(machine: int, reasons: list[str], n_machines: int = 2, *, writes: bool = True) -> Any:
+        options = {"writes": writes, "timeout_secs": TIMEOUT_SECS, "give_up": reasons.append}
         return watching_machines(store, machine, n_machines, **options)
 
     return watch
@@ -43,6 +43,16 @@ def test_a_machine_that_fails_without_a_word_is_named(watch):
             raise ArithmeticError
         time.sleep(3 * TIMEOUT_SECS)
     assert set(reasons) == {"no heartbeat of machine 1 for 0.6 s (heartbeat_timeout_secs)"}
+
+
+def test_a_process_names_its_own_machine_if_the_one_that_writes_its_heartbeats_hangs(watch):
+    reasons = []
+    with watch(0, reasons, writes=False):
+        with suppress(ArithmeticError), watch(0, []):
+            time.sleep(TIMEOUT_SECS)
+            raise ArithmeticError
+        time.sleep(3 * TIMEOUT_SECS)
+    assert set(reasons) == {"no heartbeat of machine 0 for 0.6 s (heartbeat_timeout_secs)"}
 
 
 def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, monkeypatch):
