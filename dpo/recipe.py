@@ -37,7 +37,7 @@ from dpo.training.start import find_shared_facts, list_first_tasks, set_up_libra
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs; write nothing.
 
-    Raises InputError for whatever the run would refuse, except a disk that is too small for its files, and more
+    Raises InputError for whatever the run would refuse, with two exceptions: a disk that is too small, and more
     processes than this machine has GPUs.
     """
     run = OpenRun(Path(plan.run.local_run_dir), preview_resume(plan, list_logs()))
@@ -47,7 +47,7 @@ def dry_run(plan: Plan) -> None:
         print(f"{role} of the first example: {text!r}")
     if not run.resume_point:
         print(list_first_tasks(plan))
-    if plan.online:
+    if plan.online:  # this checks the scorer's files, too
         print(*load_scorer(plan, "meta", rows=1).notes, sep="\n")
     print_prediction(plan, data)
 

@@ -239,24 +239,25 @@ def keep_choices(plan: Plan, run: OpenRun) -> Plan:
 
 
 def decide_autocast(plan: Plan, recorded: Mapping | None = None) -> Plan:
-    """Return the plan with a dtype, or None for no autocast, in place of model.autocast=auto.
+    """Replace model.autocast=auto in the plan by a dtype, or by None for no autocast.
 
     A resumed run keeps the dtype in `recorded`, the config of its checkpoint. A new run of several processes takes
-    model.fsdp_policy_mp, if it is set; any other run takes bfloat16, if this GPU computes in it. With several processes
-    the dtype becomes model.fsdp_policy_mp, as autocast would keep copies of weights that FSDP could not free. This asks
-    the GPU, so a parent that only starts processes must not call it.
+    model.fsdp_policy_mp if it is set. Otherwise it is bfloat16 if the GPU computes in it, except with the package
+    tensor_parallel. With several processes the dtype becomes model.fsdp_policy_mp, and autocast is off, as it would
+    keep copies of weights that FSDP could not free. This asks the GPU, so a parent that only starts processes must not
+    call it.
     """
     if plan.model.autocast != "auto":
         return plan
-    several = plan.trainer.multi_process
+    is_multi_process = plan.trainer.multi_process
     dtype = None
     if recorded:
         dtype = recorded.get("model.autocast") or recorded.get("model.fsdp_policy_mp")
-    elif several and plan.model.fsdp_policy_mp:
+    elif is_multi_process and plan.model.fsdp_policy_mp:
         dtype = plan.model.fsdp_policy_mp
     elif plan.gpus and plan.trainer != PACKAGE and has_bfloat16():
         dtype = "bfloat16"
-    if several:
+    if is_multi_process:
         return plan.change("model.autocast", None).change("model.fsdp_policy_mp", dtype)
     return plan.change("model.autocast", dtype)
 

@@ -264,7 +264,7 @@ class Checkpoints:
         self._saving = self._thread.submit(self._write_shards, call, directory, copies, write)
         if not has_memory:
             self.wait()
-            self.log(f"training waited for it, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
+            self.log(f"training waited for the save, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
 
     def _copy(self, part: Part) -> PartCopy:
         """Copy a part: gathered on rank 0 if it is always whole, otherwise with this process's parts of tensors."""
@@ -280,19 +280,20 @@ class Checkpoints:
     ) -> str:
         """Write the copies, and return a message for the user once the checkpoint is complete.
 
-        As the main thread may train, this calls no collective: the ranks communicate through the store, under keys that
-        begin with `call` (from `name_call`).
+        Rank 0 alone calls `write`. As the main thread may train, this calls no collective: the ranks communicate
+        through the store, under keys that begin with `call` (from `name_call`).
         """
         rank = self.mesh.rank
         size = self.mesh.world_size
 
         def write_own(part: PartCopy) -> list[tuple]:
-            """Write the tensors that this process has of a part; return [its file], or [] if it has none."""
+            """Write this process's tensors of a part; return [(name, WrittenFile)], or [] if there are none."""
             return [write_shard(directory, SHARD.format(part.name, rank + 1, size), part.own)] if part.own else []
 
         def iterate_states() -> Iterator[tuple]:
             """Yield the `states` for `write_checkpoint`: those that rank 0 has copied, and the shards of every rank."""
-            announce(f"{call} begins")  # `write_checkpoint` has made the directory
+            # This runs when `write_checkpoint` takes the first state, once it has made the directory.
+            announce(f"{call} begins")
             for part in copies:
                 yield part.name, part.state
                 yield from part.files.items()
@@ -347,7 +348,7 @@ class Checkpoints:
         """Keep BEST if it was evaluated on as many examples and is in this run's directory, which may be a new one."""
         before = state["n_evaluated"]
         if before != self.n_evaluated:
-            self.log(f"BEST is chosen anew: {self.n_evaluated} test examples are evaluated, and were {before}")
+            self.log(f"BEST is chosen again: {self.n_evaluated} test examples are evaluated now, {before} before")
         elif (self.run_dir / f"step-{state['best_at']}").exists():
             self.best = state["best"]
             self.best_at = state["best_at"]

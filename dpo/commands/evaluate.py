@@ -33,7 +33,7 @@ from dpo.judging.answers import Pair, draw_answers, encode_for, list_labelled, l
 from dpo.judging.page import check_files, write_form, write_result
 from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize_verdicts
-from dpo.models.answers import Sampling, write_turns
+from dpo.models.answers import Sampling, format_for_readers
 from dpo.models.generation import LoadedModel, load_for_generation
 from dpo.models.paths import ModelPath, find_model
 from dpo.numbers import count, percent
@@ -236,7 +236,7 @@ def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, fo
     answers = []  # to all prompts, by model
     for model, tokens in zip(models, zip(*encoded, strict=True), strict=True):
         answers.append(draw_answers(model, fitting, tokens, sampling, folder, batch_size=options.batch_size))
-    questions = [write_turns(prompt, prompt.text, tokenizer) for prompt in fitting]
+    questions = [format_for_readers(prompt, prompt.text, tokenizer) for prompt in fitting]
     return list(map(Pair, fitting, questions, *answers))
 
 

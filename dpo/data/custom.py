@@ -421,10 +421,10 @@ def _bare(text: str) -> str:
 
 
 def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
-    """Remove messages of the prompt from the beginnings of responses; return the whole prompt, and the rests.
+    """Remove messages of the prompt that responses repeat; return the whole prompt, and the rest of each response.
 
-    Responses may repeat messages of the prompt. If they have others before these, such as a system turn, the prompt
-    begins with them. If all responses continue with the same messages up to an answer, the prompt ends with them.
+    Messages that a response has before the repeated ones, such as a system turn, become the beginning of the prompt.
+    Messages that all responses share before the first one of the assistant become its end.
     """
     before = []
     turns = list(prompt)

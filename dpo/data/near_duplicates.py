@@ -5,7 +5,7 @@ import unicodedata
 from typing import Any
 
 from dpo.data.schema import Prompt
-from dpo.data.tokenization import compile_control
+from dpo.data.tokenization import compile_special_tokens
 
 FEWEST_WORDS = 5  # two shorter answers, such as "Yes.", may be equal by chance
 CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff]")  # characters of Chinese or Japanese, which have no space between words
@@ -34,7 +34,7 @@ def make_digests(prompt: Prompt, tokenizer: Any) -> list[int]:
 
     Digests can only be compared within a process, as Python hashes texts differently in each.
     """
-    control = compile_control(tokenizer)
+    control = compile_special_tokens(tokenizer)
     digests = []
     for fewest, text in [(1, prompt.written), *((FEWEST_WORDS, response) for response in prompt.responses)]:
         plain = unicodedata.normalize("NFKC", control.sub(" ", text)).casefold()

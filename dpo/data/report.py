@@ -14,7 +14,7 @@ from dpo.data.near_duplicates import make_digests
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
 from dpo.data.schema import WARNING_SHARE, Prompt, naming_place
 from dpo.data.table import PromptTable
-from dpo.data.tokenization import TextEncoder, compile_control, refuse_eos
+from dpo.data.tokenization import TextEncoder, compile_special_tokens, refuse_eos
 from dpo.errors import WarningLine
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -171,7 +171,7 @@ class SplitCounter:
             return
         if not prompt.apart:
             for text in (prompt.text, *prompt.responses):
-                self.report.control_tokens += len(compile_control(tokenizer).findall(text))
+                self.report.control_tokens += len(compile_special_tokens(tokenizer).findall(text))
         if prompt.examples or self.trains_on == "prompts":
             used = {prompt.responses[i] for example in prompt.examples for i in example.values()}
             if prompt.apart:  # else the prompt may be a chat that the user has rendered, which may have EOS
@@ -206,7 +206,7 @@ class SplitCounter:
             report.answers_in_train += bool(answers)
             shared += answers[:1]
         for text in shared[: N_DUPLICATES_SHOWN - len(report.like_train)]:
-            shown = " ".join(compile_control(self.encode.tokenizer).sub(" ", text).split())
+            shown = " ".join(compile_special_tokens(self.encode.tokenizer).sub(" ", text).split())
             report.like_train.append(redact(shown)[-SHOWN:])
 
     def _count_example(self, prompt: Prompt, index: int) -> None:

@@ -25,7 +25,7 @@ Facts = Mapping  # counts taken while a table is built
 
 
 def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = False) -> Iterator[Prompt]:
-    """Take the prompts out of the splits of named datasets, and number them from 0 across all datasets.
+    """Take the prompts out of one split of each dataset, and number them from 0 across all datasets.
 
     Prompts without examples are left out, unless `keep_all`.
     """
@@ -35,7 +35,7 @@ def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = Fals
             prompt = split.pop(text)
             if not prompt.examples and not keep_all:
                 continue
-            cuts = prompt.cuts if prompt.cuts and any(prompt.cuts) else None
+            cuts = prompt.cuts if prompt.cuts and any(prompt.cuts) else None  # None: all text is scored
             yield prompt._replace(index_in_split=index, dataset=name, cuts=cuts)
             index += 1
 
@@ -66,7 +66,7 @@ class PromptTable(Sequence[Prompt]):
         self._lines = np.memmap(path, dtype=np.uint8, mode="r")
         ends, self.counts = np.load(path.with_suffix(".npy")).T
         # line i is between the limits i and i + 1; the file begins with a newline
-        self._limits = np.concatenate([[1], ends])
+        self._offsets = np.concatenate([[1], ends])
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -75,7 +75,7 @@ class PromptTable(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # handles negative indices, and raises IndexError
-        line = self._lines[self._limits[index] : self._limits[index + 1]]
+        line = self._lines[self._offsets[index] : self._offsets[index + 1]]
         return Prompt(**json.loads(line.tobytes()))
 
 

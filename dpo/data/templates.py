@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNING_SHARE, Messages, Prompt, check_unicode, common_prefix, is_scored
-from dpo.data.tokenization import compile_control, list_end_strings, match_any, remove_final_eos
+from dpo.data.tokenization import compile_special_tokens, list_end_strings, match_any, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import redact, shorten
 
@@ -336,7 +336,7 @@ class ChatTemplate:
         for name, value in (*values, ("a tool", prompt.tools)):
             text = "\n".join(iterate_texts(value))
             check_unicode(text, name)
-            if token := compile_control(self.tokenizer).search(text):
+            if token := compile_special_tokens(self.tokenizer).search(text):
                 around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
                 return (
                     f"{name} has the control token {token[0]!r}, which only the chat template may write: remove it "

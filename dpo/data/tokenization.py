@@ -36,8 +36,8 @@ def match_any(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=4)
-def compile_control(tokenizer: Any) -> re.Pattern[str]:
-    """Make a pattern that matches the string of any special token."""
+def compile_special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Compile a pattern that matches the string of any special token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens) - {""}
     return match_any(sorted(special, key=len, reverse=True))  # the longest first, as one may begin with another
@@ -45,14 +45,14 @@ def compile_control(tokenizer: Any) -> re.Pattern[str]:
 
 def remove_special_tokens(text: str, tokenizer: Any) -> str:
     """Remove the strings of special tokens, including those that only form when others are removed."""
-    control = compile_control(tokenizer)
+    control = compile_special_tokens(tokenizer)
     while (shorter := control.sub("", text)) != text:
         text = shorter
     return text
 
 
 def list_end_strings(tokenizer: Any) -> list[str]:
-    """List the strings of the tokens that end an answer: those of the model's generation config, and EOS."""
+    """List the strings of the tokens that end an answer: `end_tokens` (`set_end_and_media_tokens`), and EOS."""
     return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
 
 
@@ -106,26 +106,26 @@ class TextEncoder:
     def encode_conversations(self, conversations: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> list[Tokens]:
         """Tokenize each prompt with each of its responses as one text; return the tokens of each conversation.
 
-        A conversation is the text of a prompt, and its responses in pieces. Its parts are tokenized apart if a token
-        crosses a limit between them, or if the prompt has other tokens with one response than with another.
+        A conversation is a prompt and all its responses, each in pieces. Its parts are tokenized apart if a token would
+        span two of them, or if the prompt's tokens depend on the response that follows.
         """
         texts: list[list[Parts]] = []  # for each prompt, its text with each response, or alone if it has none
         for prompt, responses in conversations:
             texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
-        all_cross = []  # whether the tokens of a conversation cross a limit between its parts
-        divided = []  # the texts of such conversations
+        are_apart = []  # for each conversation
+        crossing = []  # the texts of those conversations
         for conversation in texts:
             ids = [whole[parts] for parts in conversation]
             crosses = None in ids or any(ids_of_parts[0] != ids[0][0] for ids_of_parts in ids)
-            all_cross.append(crosses)
+            are_apart.append(crosses)
             if crosses:
-                divided += conversation
-        prompt_ids = self(parts[0] for parts in divided)
-        piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in divided)))
-        apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in divided}
+                crossing += conversation
+        prompt_ids = self(parts[0] for parts in crossing)
+        piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in crossing)))
+        apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in crossing}
         encoded = []
-        for conversation, crosses in zip(texts, all_cross, strict=True):
+        for conversation, crosses in zip(texts, are_apart, strict=True):
             ids = [(apart if crosses else whole)[parts] for parts in conversation]
             responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
             encoded.append(Tokens(ids[0][0], responses, crosses))
@@ -201,12 +201,12 @@ class PartsTokenizer:
         encodings = self._tokenizer.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
             positions = accumulate(map(len, parts[:-1]))
-            limits = [self._find_limit(encoding, position, parts) for position in positions]
+            limits = [self._find_boundary(encoding, position, parts) for position in positions]
             spans = pairwise((0, *limits, len(encoding.ids)))
             encoded[parts] = None if None in limits else [encoding.ids[i:j] for i, j in spans]
         return encoded
 
-    def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
+    def _find_boundary(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
         """Count the tokens before a position in the text; None if a token spans the position."""
         offsets = encoding.offsets
         n_before = bisect_left(offsets, (position,))  # the tokens that start earlier

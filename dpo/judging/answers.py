@@ -18,7 +18,7 @@ from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import make_adapter_context
-from dpo.models.answers import Answer, Sampling, TokenIds, generate, list_end_tokens, write_turns
+from dpo.models.answers import Answer, Sampling, TokenIds, format_for_readers, generate, list_end_tokens
 from dpo.models.generation import LoadedModel
 from dpo.models.weights import model_digest
 from dpo.settings.places import Source
@@ -82,7 +82,7 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
             # Token ids are left out, as no judge reads them.
             chosen = Answer(texts["chosen"], (), ended=True)
             rejected = Answer(texts["rejected"], (), ended=True)
-            pairs.append(Pair(prompt, write_turns(prompt, prompt.text, tokenizer), chosen, rejected))
+            pairs.append(Pair(prompt, format_for_readers(prompt, prompt.text, tokenizer), chosen, rejected))
     return pairs
 
 
@@ -135,7 +135,7 @@ def draw_answers(
             # The indices in `batch` also seed the answers, so an answer does not depend on how prompts are batched.
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
-                question = write_turns(prompts[i], prompts[i].text, loaded.tokenizer)
+                question = format_for_readers(prompts[i], prompts[i].text, loaded.tokenizer)
                 answer = {"answer": new.text, "tokens": new.tokens, "ended": new.ended}
                 store.add(keys[i], model=loaded.name, prompt=question, **answer)
             bar.update(len(batch))

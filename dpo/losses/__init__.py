@@ -92,7 +92,7 @@ class Loss:
 
     @property
     def needs_squares(self) -> bool:
-        """Return whether it needs `Scores.chosen_squares` and `rejected_squares`, for WPO's weights of examples."""
+        """Return whether WPO's weights need sums of log sum_v pi(v)^2 (`Scores.chosen_squares`, `rejected_squares`)."""
         return self.shared.get("wpo", False)
 
     @property

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
-from dpo.data.tokenization import compile_control
+from dpo.data.tokenization import compile_special_tokens
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -112,12 +112,12 @@ def generate(
     numbers: Sequence[int],
     sampling: Sampling,
     *,
-    in_step: bool = False,
+    synced: bool = False,
 ) -> list[Answer]:
     """Generate an answer to each prompt.
 
     The random numbers of an answer are seeded by `sampling.seed` and the answer's number in `numbers`.
-    `in_step`: several processes hold shards of the model, so each continues until all have finished.
+    With `synced`, every process continues until all have finished, as each holds shards of the model.
     """
     device = next(model.parameters()).device
     encoded = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
@@ -148,7 +148,7 @@ def generate(
                 eos_token_id=list(sampling.end_tokens) or None,
                 pad_token_id=tokenizer.pad_token_id,
                 logits_processor=processors,
-                synced_gpus=in_step,
+                synced_gpus=synced,
                 cache_implementation=sampling.cache_implementation,
             )
     finally:
@@ -189,11 +189,12 @@ def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
     return f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}"
 
 
-def write_turns(prompt: Prompt, text: str, tokenizer: Any) -> str:
-    """Return a prompt for readers, without control tokens: a chat's turns with roles, else `text`.
+def format_for_readers(prompt: Prompt, text: str, tokenizer: Any) -> str:
+    """Format a prompt for people, without special tokens: a chat as lines "role: content", any other prompt as `text`.
 
-    `text` is the prompt as the model gets it. If it is truncated, it replaces a chat's turns, too.
+    `text` is the prompt as the model gets it. If it differs from the prompt's own text, it was truncated, and is
+    returned for a chat, too.
     """
     if not prompt.messages or text != prompt.text:
-        return compile_control(tokenizer).sub("", text).strip()
+        return compile_special_tokens(tokenizer).sub("", text).strip()
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)

@@ -229,7 +229,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     tensors = {}  # stays empty if weights cannot have the names in the base's files
     # The base's files lack a reward model's head, and may have nothing in common with a model with random weights.
     if not source.scalar_head and not source.plan.model.random_init:
-        tensors = _complete(model, state, read_weights(source), dtype)
+        tensors = _update_stored(model, state, read_weights(source), dtype)
     config = load_config(source)  # again, with the base's dropout, which `load_structure` has set to 0
     if tensors or not is_text_part(config):
         written = read_json(Path(find_file(source, "config.json")))
@@ -299,30 +299,31 @@ def _round(model: Any, state: Tensors, dtype: torch.dtype | None) -> Tensors:
     return {name: rounded[name] for name in state}
 
 
-def _complete(
+def _update_stored(
     model: Any,
     state: Tensors,
     stored: Tensors,
     dtype: torch.dtype | None,
 ) -> Tensors:
-    """Return `stored`, the tensors of a base's files, updated by the trained weights; empty if their names are unclear.
+    """Return `stored`, the tensors of the base's files, with the trained weights in place of the old ones.
 
-    With `dtype`, a tensor stays in float32 if the files have it in float32 among others in 16 bits.
+    Returns {} if it is unclear which is which. With `dtype`, tensors are cast to it, except those that are in float32
+    in files whose other tensors have 16 bits.
     """
     trained = rename_weights(model, _round(model, state, dtype), stored)
     if not trained:
         return {}
-    complete = {**stored, **trained}
+    updated = {**stored, **trained}
     if dtype is None:
-        return complete
+        return updated
     is_in_16_bits = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in stored.values())
     unrounded = {**stored, **rename_weights(model, state, stored)}
     for name, tensor in unrounded.items():
         if is_in_16_bits and stored[name].dtype == torch.float32:
-            complete[name] = tensor
+            updated[name] = tensor
         elif name not in trained and tensor.is_floating_point():
-            complete[name] = tensor.to(dtype)
-    return complete
+            updated[name] = tensor.to(dtype)
+    return updated
 
 
 def _copy_files(folder: Path, source: ModelPath, files: Iterable[str]) -> None:

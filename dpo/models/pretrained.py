@@ -177,7 +177,7 @@ def load_model(
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
             loading["missing_keys"].remove(HEAD_WEIGHT)
             model.score.weight.data.copy_(draw_head(model, seed))
-        refuse_gaps(loading, f"model {source.name!r}", "were they saved with another class?")
+        refuse_missing_weights(loading, f"model {source.name!r}", "were they saved with another class?")
         if state:
             model.name_or_path = model.config.name_or_path = source.name
             if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
@@ -213,7 +213,7 @@ def load_generation_config(source: ModelPath) -> transformers.GenerationConfig:
         return load(source.name, "config.json", cache_dir=source.cache_dir, _from_model_config=True)
 
 
-def refuse_gaps(loading: Mapping, what: str, advice: str) -> None:
+def refuse_missing_weights(loading: Mapping, what: str, advice: str) -> None:
     """Raise InputError if files lack weights of the model, which `from_pretrained` then draws at random.
 
     `loading` is the loading info from `load_onto`, `what` names the model, and `advice` ends the message.

@@ -26,7 +26,7 @@ from dpo.models.pretrained import (
     disable_dropout,
     list_limits,
     load_onto,
-    refuse_gaps,
+    refuse_missing_weights,
 )
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0, is_rank_0
@@ -246,7 +246,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         load = partial(transformers.AutoModelForSequenceClassification.from_pretrained, name, **source)
         model, loading = load_onto({"": device}, load, dtype="auto")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
-    refuse_gaps(loading, key, f"{advice}, saved with its head")
+    refuse_missing_weights(loading, key, f"{advice}, saved with its head")
     disable_dropout(model)
     with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
         check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated

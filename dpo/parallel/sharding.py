@@ -90,10 +90,10 @@ def distribute(
     if isinstance(model, FSDPModule):
         model.gathered_bytes = n_gathered * compute_dtype.itemsize
         model.reshards_after_forward = reshard_after_forward
-        # Once `apply_to_itself`, which `run_as_forward` calls, is registered, FSDP gathers the root unit for it as for
+        # Once `call_with_self`, which `run_as_forward` calls, is registered, FSDP gathers the root unit for it as for
         # a forward pass.
-        model.apply_to_itself = lambda function, *args: function(model, *args)
-        register_fsdp_forward_method(model, "apply_to_itself")
+        model.call_with_self = lambda function, *args: function(model, *args)
+        register_fsdp_forward_method(model, "call_with_self")
     return model
 
 
@@ -117,12 +117,15 @@ def list_ties(model: nn.Module) -> dict[str, str]:
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Untie parameters that are tied in this model but separate in rank 0's, for which `list_ties` returned `ties`."""
+    """Untie parameters that are tied here but separate in rank 0's model, of which `list_ties` returned `ties`.
+
+    Ranks may differ, as rank 0 alone reads the files, which tell whether a head is tied.
+    """
     for name, first in list_ties(model).items():
         is_tied = first != name
-        if is_tied and ties.get(name) == name:  # it is separate in rank 0's
+        if is_tied and ties.get(name) == name:  # separate on rank 0
             owner, _, attribute = name.rpartition(".")
-            # The values need no copying: a rank whose ties differ from rank 0's will receive rank 0's weights.
+            # No values are copied, as this rank will receive rank 0's.
             own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(owner), attribute, own)
 
@@ -164,7 +167,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
     So FSDP gathers the root unit once for the whole call, in which the function may use embeddings, blocks and head.
     """
-    return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
+    return model.call_with_self(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:

@@ -82,7 +82,7 @@ class Callback:
         """Called before the first update, on a resume after `load_state_dict`: open files."""
 
     def allows(self, update: Update) -> bool:
-        """Return whether to apply an update, the same on all ranks."""
+        """Return whether to apply an update. A callback that may refuse one must decide alike on every rank."""
         return True
 
     def on_update(self, update: Update) -> None:

@@ -282,7 +282,7 @@ TYPES = {  # by type: a check of a value, and what completes "must be"
 }
 
 
-def read_key(annotation: Any) -> Key:
+def parse_annotation(annotation: Any) -> Key:
     """Make a Key of a type such as `Annotated[int, ">= 1", CHANGEABLE] | None`; without a ResumeRule it is FIXED."""
     may_be_null = NoneType in get_args(annotation)
     plain = get_args(annotation)[0] if may_be_null else annotation
@@ -297,6 +297,7 @@ def read_key(annotation: Any) -> Key:
         else:
             bounds = mark
     choices = ()
+    # `wanted` is for error messages, such as "an integer >= 1" or "a number above 0".
     if get_origin(plain) is Literal:
         choices = get_args(plain)
         has_type, wanted = choices.__contains__, f"one of {', '.join(choices)}"
@@ -347,7 +348,7 @@ def _list_keys() -> dict[str, Key]:
     del types["dataset_sources"]  # `places.py` checks it
     types["trainer"] = Annotated[Literal[tuple(TRAINERS)], CHANGEABLE]
     types["optimizer"] = Literal[(*get_args(Optimizer), *plugins.OPTIMIZERS)]
-    return {key: read_key(key_type) for key, key_type in types.items()}
+    return {key: parse_annotation(key_type) for key, key_type in types.items()}
 
 
 KEYS = _list_keys()
@@ -363,7 +364,7 @@ def find_key(key: str, loss_name: Any) -> Key:
     if group == "loss" and KEYS["loss.name"].accepts(loss_name):
         types = list_parameters(LOSSES[loss_name])
         if option in types:
-            return read_key(types[option])
+            return parse_annotation(types[option])
     return KEYS[key]
 
 
@@ -375,7 +376,7 @@ def load_plugins(files: Any) -> None:
     if are_names(files):  # a wrong value is reported when the key `plugins` is checked
         plugins.run_plugins(files)
         if taken := {*get_args(Optimizer)} & plugins.OPTIMIZERS.keys():
-            raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of ours: choose others")
+            raise InputError(f"plugins: the optimizers {', '.join(taken)} have names of built-in ones: choose others")
         KEYS.update(_list_keys())
         _compose.cache_clear()  # it may have composed a config before its loss was added
 

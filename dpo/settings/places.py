@@ -220,7 +220,7 @@ def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Pro
         yield Problem("dataset_sources", sentence)
         return
     if taken := BUILT_IN.keys() & DATASETS:
-        yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of ours: choose others")
+        yield Problem("plugins", f"plugins: the datasets {', '.join(taken)} have names of built-in ones: choose others")
     configured = [name for name, place in sources.items() if place is not None]
     for name in dict.fromkeys([*datasets, *configured]):
         try:

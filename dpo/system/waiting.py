@@ -66,7 +66,7 @@ def wait_for(key: str, longest_secs: float | None = None) -> str:
             if store.check([FAILURE_KEY]):
                 raise dist.DistError(FAILURE_KEY)
         if time.monotonic() > deadline:
-            raise dist.DistError(f"waited {longest:g} s in vain for {key}")
+            raise dist.DistError(f"timed out after {longest:g} s of waiting for {key}")
         time.sleep(pause)  # returns to Python, so that signals are handled
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -116,7 +116,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    call = name_call("its machine's work")
+    call = name_call("once_per_machine")
     # The first rank of each machine puts its result here.
     keys = {machine: f"rank {machines.index(machine)} at {call}" for machine in machines}
     if machines.index(machines[rank]) == rank:  # this is its machine's first rank

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
-from dpo.models.answers import Answer, Sampling, choose_sampling, mark_truncation, write_turns
+from dpo.models.answers import Answer, Sampling, choose_sampling, format_for_readers, mark_truncation
 from dpo.reporting.events import Sample
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
@@ -115,7 +115,7 @@ class Evaluator:
             # The prompt as the models get it, with a mark where text is missing.
             prompt_text = mark_truncation(example, prompt, tokenizer)
             sample = Sample(
-                prompt_text, answer.text, None, answer.ended, turns=write_turns(prompt, prompt_text, tokenizer)
+                prompt_text, answer.text, None, answer.ended, turns=format_for_readers(prompt, prompt_text, tokenizer)
             )
             for reference_answer in reference_answers:  # one or none
                 sample = sample._replace(reference=reference_answer.text, reference_ended=reference_answer.ended)

@@ -19,7 +19,7 @@ from dpo.data.preflight import TrainingData
 from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, generate, write_turns
+from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, format_for_readers, generate
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -82,10 +82,10 @@ class Sampler:
             self.progress.show_part(index, sampling.max_new_tokens, "token")
 
         # A forward pass may gather shards from all processes, so all must run equally many.
-        in_step = self.objective.mesh.world_size > 1
+        synced = self.objective.mesh.world_size > 1
         # The hook is prepended, so that it is called before FSDP's hook gathers weights.
         with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
-            return generate(model, self.tokenizer, prompts, numbers, sampling, in_step=in_step)
+            return generate(model, self.tokenizer, prompts, numbers, sampling, synced=synced)
 
     def draw(
         self,
@@ -207,7 +207,7 @@ class OnlineBatches(Batches):
             pair = choose_pair(prompts[i], prompt_answers)
             if self.online.labels == "bradley_terry":
                 pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
-            drawn[i] = pair._replace(turns=write_turns(prompts[i], pair.prompt, self.data.tokenizer))
+            drawn[i] = pair._replace(turns=format_for_readers(prompts[i], pair.prompt, self.data.tokenizer))
             chosen, rejected = pair.pair
             examples[i] = to_answer[i]._replace(
                 responses=(chosen.tokens, rejected.tokens),

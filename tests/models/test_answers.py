@@ -10,7 +10,7 @@ from support.models import FAMILIES, GROUPED, build
 
 from dpo.data.examples import Example
 from dpo.data.schema import Prompt
-from dpo.models.answers import DEFAULTS, Sampling, choose_sampling, generate, mark_truncation, write_turns
+from dpo.models.answers import DEFAULTS, Sampling, choose_sampling, format_for_readers, generate, mark_truncation
 
 PROMPTS = [tuple(range(5, 15)), (20, 21, 22), (30,)]
 
@@ -118,7 +118,7 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
 )
 def test_readers_see_turns_and_no_control_tokens(messages, fed, turns, tokenizer):
     prompt = Prompt("<|endoftext|>[I] Why?<|endoftext|>", [], [], rendered=bool(messages), messages=messages)
-    assert write_turns(prompt, fed, tokenizer) == turns
+    assert format_for_readers(prompt, fed, tokenizer) == turns
 
 
 # --- a static cache ---------------------------------------------------------------------------------------------------

@@ -94,8 +94,11 @@ def test_a_resumed_run_needs_the_same_code(folder):
     [
         ("1 / 0", r"my.py cannot be run: ZeroDivisionError: division by zero \(.*my.py, line 1\)"),
         ("import dpo.plugins as p\np.add_loss('dpo', print)", "loss 'dpo': this name is taken"),
-        ("import dpo.plugins as p\np.add_optimizer('AdamW', object)", "the optimizers AdamW have names of ours"),
-        ("import dpo.plugins as p\np.add_dataset('demo', list)", "the datasets demo have names of ours"),
+        (
+            "import dpo.plugins as p\np.add_optimizer('AdamW', object)",
+            "the optimizers AdamW have names of built-in ones",
+        ),
+        ("import dpo.plugins as p\np.add_dataset('demo', list)", "the datasets demo have names of built-in ones"),
         (
             "import dpo.plugins as p\np.add_loss('mine', lambda scores, *, beta: 0)",
             "loss mine: its option beta must have a type",
