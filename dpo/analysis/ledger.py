@@ -184,7 +184,8 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     # `pairs` has a row per pair and split, with columns such as margin_max. "first" and "last" need the rows in order,
     # which threads would not keep.
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
-    wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
+    is_wrong = (pc.field("margin_max") <= -rounding) & (pc.field("margin_max") < 0)
+    wrong = pairs.filter(is_wrong)  # even the best visit ranked the rejected response higher
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
     was_seen_again = pc.field("margin_count") >= 2
     never_flipped = wrong.filter(was_seen_again)

@@ -115,6 +115,10 @@ class SplitTensor(Tensor):
             whole[tuple(slice(start, start + n) for start, n in zip(begin, part.shape, strict=True))] = part
         return whole
 
+    def to(self, *args: Any, copy: bool = False, **options: Any) -> Tensor:
+        """Join and cast; a joined tensor is a copy already."""
+        return self.join().to(*args, **options)
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function in WITHOUT_VALUES:

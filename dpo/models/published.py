@@ -79,7 +79,10 @@ def map_weights(structure: Any, source: Any) -> Tensors:
     stored = read_weights(source)
     # Transformers' conversion for saving is run on tensors without values. The storage of each result shows of which
     # weight it is a view, as every weight has a storage of its own here, even if it is tied.
-    expected = {name: torch.empty_like(tensor) for name, tensor in structure.state_dict().items()}
+    expected = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in structure.state_dict().items()
+    }
     own_names = {tensor.untyped_storage(): name for name, tensor in expected.items()}
     # The files have the model's own names, or those under which transformers would save.
     for convert in (dict, partial(revert_weight_conversion, structure)):
@@ -98,23 +101,34 @@ def map_weights(structure: Any, source: Any) -> Tensors:
             for name, stored_name in names.items():
                 own, begin, shape = places[name]
                 parts.setdefault(own, []).append((begin, stored[stored_name].reshape(shape)))
-            return {
-                own: SplitTensor(expected[own].shape, pieces[0][1].dtype, pieces) if len(pieces) > 1 else pieces[0][1]
-                for own, pieces in parts.items()
-            }
+            weights = {}
+            for own, pieces in parts.items():
+                dtypes = {piece.dtype for _, piece in pieces}
+                if len(dtypes) > 1 or sum(piece.numel() for _, piece in pieces) != expected[own].numel():
+                    return {}
+                weights[own] = pieces[0][1]
+                if len(pieces) > 1:
+                    weights[own] = SplitTensor(expected[own].shape, dtypes.pop(), pieces)
+            return weights
     return {}
 
 
 def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return where a view of the contiguous tensor `whole` begins in each of its dims, and how long it is there.
-
-    Returns None if the view is not a slice of `whole` in every dim.
-    """
+    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box."""
+    if view.shape == whole.shape and view.stride() == whole.stride():
+        return (0,) * whole.ndim, tuple(whole.shape)
     begin = tuple(map(int, np.unravel_index(int(view.storage_offset()), whole.shape)))
-    lengths = dict(zip(view.stride(), view.shape, strict=True))
-    shape = tuple(lengths.get(stride, 1) for stride in whole.stride())  # dims with the same stride correspond
-    # The order of the dims must be the same, else the view is transposed.
-    return (begin, shape) if [n for n in shape if n > 1] == [n for n in view.shape if n > 1] else None
+    # The view's dims must come in the order of the whole tensor's, or it is transposed.
+    remaining = [(stride, n) for stride, n in zip(view.stride(), view.shape, strict=True) if n > 1]
+    lengths = []
+    for start, n, stride in zip(begin, whole.shape, whole.stride(), strict=True):
+        length = 1
+        if n > 1 and remaining and remaining[0][0] == stride:
+            _, length = remaining.pop(0)
+        if start + length > n:
+            return None
+        lengths.append(length)
+    return None if remaining else (begin, tuple(lengths))
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:

@@ -111,8 +111,13 @@ class Plan:
 
     @property
     def n_eval_microbatches(self) -> int:
-        """Number of forward passes for an evaluation batch: 1, or more after a resume with fewer processes."""
-        return math.ceil(self.n_microbatches / self.data.gradient_accumulation_steps)
+        """Number of forward passes for an evaluation batch in each process.
+
+        It is 1, or more if `microbatch_size` asks for more passes of an update than gradient_accumulation_steps, as
+        after a resume with fewer processes.
+        """
+        n_passes = math.ceil(self.n_microbatches / self.data.gradient_accumulation_steps)
+        return min(n_passes, math.ceil(self.data.eval_batch_size / self.dims.data_size))
 
     @property
     def n_offline(self) -> int:

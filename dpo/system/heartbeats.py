@@ -25,12 +25,14 @@ def watching_machines(
         return
     beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
     ends = [f"end of machine {i}" for i in range(n_machines)]
+    answered_at = time.monotonic()  # when the store last answered all calls of a round
     heard_at = [math.inf] * n_machines  # inf: not watched; one thread writes the list, the other reads it
     is_over = threading.Event()
     pause = timeout_secs / BEATS_PER_TIMEOUT
 
     def exchange(connection: Any) -> None:
         """Write and read heartbeats. A call of the store may never return, so `watch` runs in a thread of its own."""
+        nonlocal answered_at
         counts = [0] * n_machines
         try:
             while not is_over.is_set():
@@ -43,6 +45,7 @@ def watching_machines(
                     elif count != counts[i]:
                         counts[i] = count
                         heard_at[i] = time.monotonic()
+                answered_at = time.monotonic()
                 is_over.wait(pause)
         except RuntimeError:  # the process that served the store has ended, so collectives fail, too
             is_over.set()
@@ -56,7 +59,7 @@ def watching_machines(
                 give_up(f"for {now - looked_at:.0f} s it did not run, or C code held the GIL")
             looked_at = now
             silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if writes and machine in silent:  # not even our own heartbeats come back: it is the store that is silent
+            if now - answered_at > timeout_secs:
                 give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
             elif silent:
                 names = " and ".join(f"machine {i}" for i in silent)

@@ -37,7 +37,7 @@ def load_module(file: Path, problem: str) -> ModuleType:
     try:
         run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, file)
     except InputError:
-        if sys.modules[name] is module:  # a second call must not return a module that has run in part
+        if sys.modules.get(name) is module:  # a second call must not return a module that has run in part
             del sys.modules[name]
         raise
     return module

@@ -116,7 +116,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    call = name_call("once_per_machine")
+    call = name_call("the work of one process per machine")
     # The first rank of each machine puts its result here.
     keys = {machine: f"rank {machines.index(machine)} at {call}" for machine in machines}
     if machines.index(machines[rank]) == rank:  # this is its machine's first rank

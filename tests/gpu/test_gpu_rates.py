@@ -42,4 +42,5 @@ def test_rates_of_this_gpu_are_written_for_dpo_estimate(tmp_path, record):
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps({name: {**RATES.get(name, RATES["h100"])._asdict(), **measured}}, indent=1))
     assert read_rates(file)[name].tflops == tflops
-    record(f"{device_name}: {tflops} TFLOP/s, memory {copied:.0f} GB/s; written to {file}", **tflops, copied=copied)
+    words = f"{device_name}: {tflops} TFLOP/s, memory {copied:.0f} GB/s; written to {file}, with assumed rates of links"
+    record(words, **tflops, copied=copied)

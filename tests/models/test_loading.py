@@ -20,6 +20,7 @@ from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weig
 from dpo.models.loading import check_parts, find_start, load_policy, model_loaders, notes_on_base
 from dpo.models.paths import ModelPath, locate_weights
 from dpo.models.pretrained import load_model
+from dpo.models.published import _find_box
 from dpo.models.weights import model_digest
 from dpo.parallel.sharding import list_ties
 from dpo.settings.plan import Plan, resolve
@@ -132,6 +133,9 @@ def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path)
     [
         *(name if name.startswith("gpt") else slow(name) for name in FAMILIES),
         pytest.param(lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4), id="experts"),
+        slow(
+            lambda: transformers.Lfm2Config(**GROUPED, full_attn_idxs=[0])
+        ),  # with convolutions, whose weight is (n, 1, 3)
     ],
 )
 @pytest.mark.parametrize("kind", ["files", slow("archive")])
@@ -159,3 +163,34 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_though_the_config_sa
     left = load_model(source, dtype=torch.bfloat16, stays_in_files=True)
     assert list_ties(left) == list_ties(whole) == {name: name for name in state}
     assert model_digest(left, "bfloat16") == model_digest(whole, "bfloat16")
+
+
+def test_experts_of_several_dtypes_are_loaded_as_a_whole_and_the_log_says_so(tmp_path, capsys):
+    model = build(lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4), dtype=torch.bfloat16)
+    source = ModelPath(str(publish(tmp_path, model)))
+    state = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in state if "experts.1." in name)
+    save_file({**state, name: state[name].float()}, tmp_path / "model.safetensors", {"format": "pt"})
+    left = load_model(source, dtype=torch.float32, stays_in_files=True)
+    assert model_digest(left, "float32") == model_digest(load_model(source, dtype=torch.float32), "float32")
+    assert f"{tmp_path} is loaded as a whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cut", "box"),
+    [
+        (lambda whole: whole[2, 1:3], ((2, 1, 0), (1, 2, 4))),
+        (lambda whole: whole[:, 0, :2], ((0, 0, 0), (4, 1, 2))),
+        (lambda whole: whole.transpose(0, 2), None),  # of the same shape
+        (lambda whole: whole.flatten(1), None),
+        (lambda whole: whole[0, 0, 0], ((0, 0, 0), (1, 1, 1))),
+    ],
+)
+def test_a_part_of_a_weight_is_found_unless_it_is_not_a_box(cut, box):
+    whole = torch.empty(4, 3, 4)
+    assert _find_box(cut(whole), whole) == box
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 1, 3), (5, 1)])
+def test_a_whole_weight_is_a_box_of_any_shape(shape):
+    assert _find_box(torch.empty(shape), torch.empty(shape)) == ((0,) * len(shape), shape)

@@ -293,7 +293,7 @@ def load_a_larger_model(rank: int, world_size: int, folder: Path) -> None:
         while not is_over.wait(0.001):
             peak = max(peak, private_memory())
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     load = load_structure if rank else partial(load_model, stays_in_files=True)
     model = load(source, dtype=torch.float32, attn_implementation="sdpa")

@@ -109,17 +109,29 @@ def test_a_machine_that_gets_its_power_back_writes_nothing_more(start, whole, ru
     assert_ends_alike(run_dir, whole)
 
 
-def test_a_job_that_slurm_starts_again_goes_on_with_fewer_nodes(overrides, whole, run_dir, tmp_path):
+@pytest.fixture
+def start_tasks(overrides, tmp_path):
+    """Start a task on each of n nodes, as `srun` does."""
+    tasks = []
+
     def start_tasks(n: int) -> list[subprocess.Popen]:
-        """Start a task on each of n nodes, as `srun` does."""
         job = {"SLURM_STEP_NUM_TASKS": f"{n}", "SLURM_STEP_NUM_NODES": f"{n}", "SLURM_LOCALID": "0"}
         job |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": f"{get_open_port()}"}
         with (tmp_path / "tasks.txt").open("a") as log:
-            return [
-                start_interpreter("train.py", *overrides, output=log, **job, SLURM_PROCID=rank, SLURM_NODEID=rank)
-                for rank in map(str, range(n))
-            ]
+            for rank in map(str, range(n)):
+                task = start_interpreter(
+                    "train.py", *overrides, output=log, **job, SLURM_PROCID=rank, SLURM_NODEID=rank
+                )
+                tasks.append(task)
+        return tasks[-n:]
 
+    yield start_tasks
+    for task in tasks:
+        task.kill()
+        task.wait()
+
+
+def test_a_job_that_slurm_starts_again_goes_on_with_fewer_nodes(start_tasks, whole, run_dir, tmp_path):
     tasks = start_tasks(3)
     wait_until(lambda: count_updates(run_dir) > 4, 90)
     for task in tasks:  # one node fails, so Slurm ends all of the job

@@ -55,6 +55,16 @@ def test_a_process_names_its_own_machine_if_the_one_that_writes_its_heartbeats_h
     assert set(reasons) == {"no heartbeat of machine 0 for 0.6 s (heartbeat_timeout_secs)"}
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_store_that_does_not_answer_is_named(writes, watch, monkeypatch):
+    reasons = []
+    with watch(0, reasons, writes=writes):
+        time.sleep(TIMEOUT_SECS / 2)
+        monkeypatch.setattr(dist.TCPStore, "add", lambda *_: time.sleep(60))
+        time.sleep(3 * TIMEOUT_SECS)
+    assert set(reasons) == {"the store, through which the processes meet, has not answered for 0.6 s"}
+
+
 def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, monkeypatch):
     reasons = []
     with watch(0, reasons), watch(1, []):
