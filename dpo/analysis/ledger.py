@@ -139,7 +139,7 @@ class LedgerSummary(NamedTuple):
     examples: int  # number of different examples
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
-    n_never_flipped: int  # pairs seen again whose margin was always below 0, by more than rounding
+    n_never_flipped: int  # pairs seen again that were never ranked right
     never_flipped: list[PairHistory]  # the lowest relative margins first; both lists have at most `top`
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[PairHistory]
@@ -184,8 +184,7 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     # `pairs` has a row per pair and split, with columns such as margin_max. "first" and "last" need the rows in order,
     # which threads would not keep.
     pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
-    is_wrong = (pc.field("margin_max") <= -rounding) & (pc.field("margin_max") < 0)
-    wrong = pairs.filter(is_wrong)  # even the best visit ranked the rejected response higher
+    wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
     wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
     was_seen_again = pc.field("margin_count") >= 2
     never_flipped = wrong.filter(was_seen_again)

@@ -80,8 +80,8 @@ def main(arguments: list[str]) -> None:
     lines = [
         f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
         f"{count(summary.truncated, 'is', 'are')} truncated.",
-        f"Pairs that never flip: of {count(summary.n_seen_again, 'pair')} that were seen at least twice, "
-        f"{summary.n_never_flipped:,} had a margin below 0, by more than rounding, at every visit.",
+        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
+        "at least twice were never ranked right.",
         *list_pairs(summary.never_flipped, texts),
         f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} ranked wrong at every visit, on average by "
         "at least the median size of margins at that time.",

@@ -50,9 +50,7 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert lines[0] == "32 visits of 8 examples, of which 0 are truncated."
     shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
     assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 2
-    assert any(
-        line.startswith("Pairs that never flip: of 8 pairs that were seen at least twice, 1 had") for line in lines
-    )
+    assert any(line.startswith("Pairs that never flip: 1 of 8") for line in lines)
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
 
 

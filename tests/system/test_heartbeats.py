@@ -58,10 +58,15 @@ def test_a_process_names_its_own_machine_if_the_one_that_writes_its_heartbeats_h
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_store_that_does_not_answer_is_named(writes, watch, monkeypatch):
     reasons = []
+    answers = threading.Event()
     with watch(0, reasons, writes=writes):
         time.sleep(TIMEOUT_SECS / 2)
-        monkeypatch.setattr(dist.TCPStore, "add", lambda *_: time.sleep(60))
+        monkeypatch.setattr(dist.TCPStore, "add", lambda *_: answers.wait())
         time.sleep(3 * TIMEOUT_SECS)
+    n_before = threading.active_count()
+    answers.set()
+    while threading.active_count() == n_before:  # the thread that asks ends
+        time.sleep(0.01)
     assert set(reasons) == {"the store, through which the processes meet, has not answered for 0.6 s"}
 
 
