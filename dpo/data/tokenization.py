@@ -93,7 +93,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, *, largest_id: int = -1):
         self.tokenizer = tokenizer
-        self.largest_id = largest_id  # of all texts so far; -1 before the first
+        self.largest_id = largest_id  # in all texts so far; -1 before the first
         self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
         self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
         self.ends = tuple(list_end_strings(tokenizer))  # strings of the tokens that end an answer

@@ -26,8 +26,14 @@ VERDICT_END = (
 )
 VERDICT_LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
 LABELLED_VERDICT = re.compile(rf"{VERDICT_LABELS}[\w ]*[^\w\n]*:{VERDICT_END}", re.MULTILINE)
-SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}  # of the answer that is shown as A, by winner
-SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # of the answer on the left, by what people choose
+SCORES = {
+    "a": 1.0,
+    "b": 0.0,
+    "tie": 0.5,
+    "a tie": 0.5,
+    "neither": 0.5,
+}  # by winner, those of the answer that is shown as A
+SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # by what people choose, those of the answer on the left
 
 
 class Verdict(NamedTuple):
@@ -87,7 +93,7 @@ def _fill_in(template: str, question: str, a: Answer, b: Answer) -> str:
 
 def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
     """Make a verdict on a pair from the replies to its two orders; its score is None if a reply names no winner."""
-    scores = []  # of the answer that was shown as A, by reply
+    scores = []  # by reply, those of the answer that was shown as A
     for reply in (in_order, reversed_):
         if isinstance(reply, Exception):
             return Verdict(None, reason=str(reply))

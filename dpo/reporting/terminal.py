@@ -39,7 +39,7 @@ class Progress(Callback):
         self.batch_size = plan.data.batch_size
         self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
-        self._bars: list[tqdm.tqdm] = []  # of the running tasks; each task runs inside the one before it
+        self._bars: list[tqdm.tqdm] = []  # one for each running task; each task runs inside the one before it
 
     def track_updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
         """Yield `items`, the updates that remain of `total` after `done`, under a bar, which `on_update` advances."""
