@@ -26,14 +26,9 @@ VERDICT_END = (
 )
 VERDICT_LABELS = r"(?i:(?<!not )\b(?:better|preferred|more helpful|winner|verdict|choice)\b)"
 LABELLED_VERDICT = re.compile(rf"{VERDICT_LABELS}[\w ]*[^\w\n]*:{VERDICT_END}", re.MULTILINE)
-SCORES = {
-    "a": 1.0,
-    "b": 0.0,
-    "tie": 0.5,
-    "a tie": 0.5,
-    "neither": 0.5,
-}  # by winner, those of the answer that is shown as A
-SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # by what people choose, those of the answer on the left
+# By winner, scores of the answer that is shown as A, or on the left.
+SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "a tie": 0.5, "neither": 0.5}
+SIDE_SCORES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 
 
 class Verdict(NamedTuple):

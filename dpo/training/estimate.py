@@ -104,9 +104,8 @@ class Estimator:
         """
         counted = [count_all(plan, self.data, self.batches, frozen, n) for n in self.block_counts]
         memory = self.extrapolate([memory for memory, _ in counted])
-        memory["block_backward"] = counted[-1][0][
-            "block_backward"
-        ]  # it is that of one block, so it is not extrapolated
+        # The backward pass of one block needs as much, however many there are.
+        memory["block_backward"] = counted[-1][0]["block_backward"]
         return find_peak(plan, memory), counted[0][1]
 
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
