@@ -43,7 +43,7 @@ def test_several_machines_are_divided_in_more_ways(settings, capsys):
 def test_with_less_memory_it_takes_more_backward_passes_and_says_what_is_lacking(settings, tmp_path, capsys):
     ways = []
     needed_gb = 1.0
-    for share in (1.0, 0.6, 0.2):  # of what the way before needs
+    for share in (1.0, 0.8, 0.2):  # of what the way before needs
         memory_gb = share * needed_gb
         file = tmp_path / "rates.json"
         file.write_text(json.dumps({"mine": {**RATES["h100"]._asdict(), "memory_gb": memory_gb}}))
