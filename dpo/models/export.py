@@ -36,7 +36,7 @@ from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, 
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.published import (
     Tensors,
-    add_keys_of_both_versions,
+    add_keys_for_both_versions,
     drop_copies,
     find_file,
     is_text_part,
@@ -261,7 +261,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         part |= {"dtype": dtype_name, "torch_dtype": dtype_name}  # as transformers 5 and 4 call it
         if not state.keys().isdisjoint(model.all_tied_weights_keys):  # the head is separate, unlike in the config
             part["tie_word_embeddings"] = False
-    add_keys_of_both_versions(text, config.get_text_config())
+    add_keys_for_both_versions(text, config.get_text_config())
     if not is_text_part(config):  # else the base's class stays, as the export has the parts that were not trained too
         written["architectures"] = [type(model).__name__]
     written.pop("auto_map", None)

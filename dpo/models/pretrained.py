@@ -163,7 +163,7 @@ def load_model(
             structure = load_structure(source, dtype=dtype)
             state = map_weights(structure, source)
             if not state:
-                print(f"{source.name} is loaded as a whole, as transformers computes weights from those in its files")
+                print(f"{source.name} is loaded as a whole, as its weights cannot be mapped to its files")
         stored = {}  # by name, the tensor in a file that a stub stands for
         if stays_in_files and not (random_init and source.archive is None):
             state, stored = replace_by_stubs(structure, state)

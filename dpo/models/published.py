@@ -96,20 +96,22 @@ def map_weights(structure: Any, source: Any) -> Tensors:
                 return {}
             places[name] = own, *box
         tied = {name for name, (own, *_) in places.items() if own in structure.all_tied_weights_keys}
-        if names := match_names(structure, views, stored, tied):
-            parts = {}  # by the model's own names
-            for name, stored_name in names.items():
-                own, begin, shape = places[name]
-                parts.setdefault(own, []).append((begin, stored[stored_name].reshape(shape)))
-            weights = {}
-            for own, pieces in parts.items():
-                dtypes = {piece.dtype for _, piece in pieces}
-                if len(dtypes) > 1 or sum(piece.numel() for _, piece in pieces) != expected[own].numel():
-                    return {}
-                weights[own] = pieces[0][1]
-                if len(pieces) > 1:
-                    weights[own] = SplitTensor(expected[own].shape, dtypes.pop(), pieces)
-            return weights
+        names = match_names(structure, views, stored, tied)
+        if not names:
+            continue
+        parts = {}  # by the model's own names
+        for name, stored_name in names.items():
+            own, begin, shape = places[name]
+            parts.setdefault(own, []).append((begin, stored[stored_name].reshape(shape)))
+        weights = {}
+        for own, pieces in parts.items():
+            dtypes = {piece.dtype for _, piece in pieces}
+            if len(dtypes) > 1 or sum(piece.numel() for _, piece in pieces) != expected[own].numel():
+                return {}
+            weights[own] = pieces[0][1]
+            if len(pieces) > 1:
+                weights[own] = SplitTensor(expected[own].shape, dtypes.pop(), pieces)
+        return weights
     return {}
 
 
@@ -198,7 +200,7 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
     return names
 
 
-def add_keys_of_both_versions(written: dict, config: Any) -> None:
+def add_keys_for_both_versions(written: dict, config: Any) -> None:
     """Add entries to `written`, the content of a config file, so that both transformers 4 and 5 can read it.
 
     Their keys for rope and for Qwen3's experts differ. `config` is the text part's.
