@@ -8,6 +8,7 @@ JUDGE_API_KEY or OPENAI_API_KEY. The same command continues an interrupted evalu
 Exit status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
+import re
 import shlex
 import subprocess
 import sys
@@ -106,8 +107,9 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        words = ["dpo", "evaluate", *arguments, "--judge", "verdicts:verdicts.jsonl"]  # the last --judge counts
-        print(f"then: {redact(shlex.join(words))}")
+        written = shlex.join(["dpo", "evaluate", *arguments])
+        written = re.sub(r"(--j\w*[ =])human\b", r"\1verdicts:verdicts.jsonl", written)
+        print(f"then: {redact(written)}")
         return
     verdicts = judge(pairs)
     scores = []
