@@ -28,6 +28,7 @@ WAYS = [
     slow(CUT),
     slow(BOTH),
     slow(f"{FSDP} lora=lora"),
+    slow(f"{FSDP} lora=qlora"),
     slow(f"{FSDP} cache_reference_logps=all"),
     slow(f"{CUT} lora=lora lora.reference=model"),
     slow(f"{FSDP} loss=kto unpair=true"),

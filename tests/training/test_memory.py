@@ -105,6 +105,7 @@ def assert_predicted(rows, run_dir, tmp_path):
     [
         "optimizer=AdamW",
         slow("lora=lora lora.r=4"),
+        slow("lora=qlora lora.r=4 gradient_accumulation_steps=1"),
         slow("cache_reference_logps=all"),
         slow("layout=padded model.attn_implementation=eager"),
         slow("activation_checkpointing=true optimizer=SGD"),
@@ -114,6 +115,7 @@ def assert_predicted(rows, run_dir, tmp_path):
         slow(f"{SHARDED} optimizer=AdamW fsdp_reshard_after_forward=false"),
         slow(f"{SHARDED} model.fsdp_policy_mp=bfloat16 model.attn_implementation=eager gradient_accumulation_steps=1"),
         slow(f"{SHARDED} lora=lora activation_checkpointing=true"),
+        slow(f"{SHARDED} lora=qlora"),
         slow("trainer=FSDPTrainer world_size=4 fsdp_shard_size=2 cache_reference_logps=all"),
         slow(f"{CUT} gradient_accumulation_steps=1"),
         slow(f"{CUT} lora=lora lora.r=4 activation_checkpointing=true"),
