@@ -56,7 +56,8 @@ class TrainerParts(RunState):
         self.optimizer = make_optimizer(plan.training, policy)
         self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
         batch_size = (plan.online and plan.online.batch_size) or plan.data.eval_batch_size
-        rows = max(1, batch_size // mesh.data_size)  # prompts that a process answers at a time
+        # A process answers this many prompts at a time: on fewer processes no more than when the run began.
+        rows = max(1, batch_size // (mesh.data_size * plan.n_eval_microbatches))
         sampler = Sampler(data.tokenizer, self.objective, self.progress, self.stop, rows)
         if plan.online:
             self.batches = OnlineBatches(plan, data, sampler)

@@ -92,6 +92,7 @@ def test_a_process_evaluates_no_more_examples_at_a_time_than_when_the_run_began(
     trainer = make_trainer(folder, 7, "loss=dpo", *in_four)
     assert [len(microbatch.indices) for microbatch in trainer.eval_batches[0].microbatches] == [2, 2, 2, 1]
     assert_same(evaluate(trainer), expected("loss=dpo", 7))
+    assert trainer.evaluator.sampler.rows == 1
 
 
 def evaluate_in_ways(rank: int, world_size: int, folder: Path, cases: list[tuple[int, tuple]]) -> None:
