@@ -183,7 +183,7 @@ def _describe_pairs(run: LoggedRun) -> str:
         text += "the rejected one"
     n = n_effective(run)
     if round(n) != n_examples:
-        counted += f", which count as {round(n):,},"
+        counted += f" (which count as {round(n):,})"
     return f"{text}{_compare_with_chance(share_interval(accuracy, n), n, counted)}."
 
 

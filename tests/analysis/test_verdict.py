@@ -42,7 +42,8 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
             0.6,
             "(95 % interval 39 % to 78 %): no better than by chance, as far as 20 pairs tell",
         ),
-        (256, 20, 2 / 3, "as far as 256 pairs, which count as 20, tell"),  # of 20 prompts
+        (256, 20, 2 / 3, "as far as 256 pairs (which count as 20) tell"),  # of 20 prompts
+        (50, 8, 0.9, ": 50 pairs (which count as 8), too few to judge"),
         (256, 256, 0.3, "worse than by chance"),
     ],
 )
