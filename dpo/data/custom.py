@@ -528,7 +528,7 @@ def _read_value(row: Mapping, column: str) -> str | Messages:
 
 
 def _index_items(row: Mapping, column: str) -> dict:
-    """Map the names that error messages use, such as `responses[0]`, to the items of a list."""
+    """Map names such as `responses[0]` to the items of a list, so that functions read and name items as columns."""
     return {f"{column}[{i}]": item for i, item in enumerate(get_field(row, column, list))}
 
 

@@ -23,7 +23,7 @@ from dpo.redaction import redact
 SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000  # most examples of a split whose tokens are all counted
 N_DUPLICATES_SHOWN = 3  # texts that train and test have in common
-SHOWN = 100  # characters of each
+SHOWN = 100  # last characters of each
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 CONTRARY = {"chosen": "rejected", "rejected": "chosen"}
 PRINTED = (  # counts for the terminal

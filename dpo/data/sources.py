@@ -232,6 +232,7 @@ def _parse_file(file: Path) -> Iterator:
 
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator:
+    """Yield the value on each line that is not blank, or an error if it is not JSON."""
     for number, line in enumerate(lines, start=1):
         text = line.rstrip()  # without the newline, after which an error would be on "line 2"
         try:
@@ -262,6 +263,7 @@ def _parse_json(text: str, file: Path) -> Iterable:
 
 
 def _parse_table(lines: TextIO, file: Path) -> Iterator:
+    """Yield a row for each record of a CSV or TSV file, or an error for one with too few or too many fields."""
     csv.field_size_limit(2**31 - 1)  # the largest that the csv module takes on every platform
     first_line = lines.readline()
     # Excel separates by semicolons in languages that write 0.5 as 0,5

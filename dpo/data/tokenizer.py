@@ -110,7 +110,7 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
                 f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "
                 f"the argument"
             )
-        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_json(value)} %}}{{%- endif %}}"
+        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {_as_jinja(value)} %}}{{%- endif %}}"
     if arguments:
         arguments = f"{{%- set null = none %}}{arguments}"  # Jinja reads JSON, except for null
     date_macro = "" if date is None else _write_date_macro(date)
@@ -128,8 +128,9 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
         tokenizer.chat_template = bind(template)
 
 
-def _write_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # Jinja would read an escaped emoji as two halves of UTF-16
+def _as_jinja(value: Any) -> str:
+    """Return a value as JSON, which Jinja reads too; it would read an escaped emoji as two halves of UTF-16."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _write_date_macro(date: str) -> str:
@@ -139,7 +140,7 @@ def _write_date_macro(date: str) -> str:
     directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
     # %% becomes a placeholder first, and a percent sign last, so that %%d is not read as a directive
     texts = {"%%": "\0"} | {directive: day.strftime(directive) for directive in directives} | {"\0": "%"}
-    filters = "".join(f" | replace({_write_json(old)}, {_write_json(new)})" for old, new in texts.items())
+    filters = "".join(f" | replace({_as_jinja(old)}, {_as_jinja(new)})" for old, new in texts.items())
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 

@@ -96,8 +96,8 @@ def find_rate(values: np.ndarray, generator: np.random.Generator) -> Rate:
 def find_controlled_rate(values: np.ndarray, differences: np.ndarray, generator: np.random.Generator) -> Rate:
     """Return the win rate that a logistic regression on the length difference predicts at equal lengths.
 
-    The regressor is tanh of the standardized difference, as in length-controlled AlpacaEval (arXiv 2404.04475), whose
-    term for the difficulty of instructions is left out: it needs many models' answers.
+    The regressor is tanh of the difference over its standard deviation, as in length-controlled AlpacaEval (arXiv
+    2404.04475), whose term for the difficulty of instructions is left out: it needs many models' answers.
     """
     n = len(values)
     inputs = np.ones((n, 2))  # for intercept and slope

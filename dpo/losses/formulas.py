@@ -94,7 +94,7 @@ class Scores(NamedTuple):
     between: Tensor = NOT_NEEDED
     between_lengths: Tensor = NOT_NEEDED
     reference_between: Tensor = NOT_NEEDED
-    offset: Tensor | float = 0.0  # by how much the chosen reward should exceed the rejected one, if `Loss.takes_offset`
+    offset: Tensor | float = 0.0  # (B,): each pair's margin, by which its rewards should differ, if `Loss.takes_offset`
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 

@@ -113,17 +113,19 @@ class Padded:
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Compute log-probabilities of responses by token, (sides, B, T), or their rewards, (sides, B, 1).
+        """Compute log-probabilities of responses by scored token, (sides, B, T - 1), or their rewards, (sides, B, 1).
 
-        A missing response gets the values of another one.
+        Those of a response begin in column 0 and are followed by zeros. A missing response gets the values of another
+        one. `with_squares` also computes `TokenLogps.squares`.
         """
         attention_mask = inputs.attention_mask if self.masked else None
         rows = (inputs.input_ids, attention_mask, inputs.labels)
         if find_scalar_head(model) is not None:
+            # This calls only the model's base and head, for which FSDP would gather no weights by itself.
             rewards = run_as_forward(model, sequence_rewards, *rows)  # (rows,)
             by_row = TokenLogps(rewards[:, None])
         else:
-            by_row = sequence_logps(model, *rows, with_squares=with_squares)  # (rows, T)
+            by_row = sequence_logps(model, *rows, with_squares=with_squares)  # (rows, T - 1)
         index = inputs.row_index
         return map_tensors(lambda values: values.to(index.device)[index], by_row)
 

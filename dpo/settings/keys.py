@@ -478,6 +478,8 @@ def describe_added_loss(name: str) -> DictConfig:
     """Return the content that a file of `config/loss` would have for a plugin's loss."""
     loss = LOSSES[name]
     defaults = ["_self_"]
+    # As in our own files, a loss of pairs has the options of_pairs, which with_reference includes; a reward model's has
+    # none of them.
     if loss.trains_on == "pairs" and not loss.scalar_head:
         defaults.append("options/with_reference@_here_" if loss.reference else "options/of_pairs@_here_")
     if loss.takes_offset:

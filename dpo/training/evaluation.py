@@ -148,7 +148,6 @@ class Evaluator:
 
     def _answer(self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling) -> list[Answer]:
         """Return a model's answers to the examples' prompts, on every process; each batch is divided among them."""
-        self.objective.policy.eval()
         answers = []
         for examples in batches:
             limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
@@ -156,7 +155,7 @@ class Evaluator:
                 limit = min(limit, sampling.max_new_tokens)
             numbers = range(len(answers), len(answers) + len(examples))
             settings = sampling._replace(max_new_tokens=limit)
-            answers += self.sampler.draw(model, examples, numbers, settings, may_fail=True)
+            answers += self.sampler.draw(model.eval(), examples, numbers, settings, may_fail=True)
         return answers
 
     def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
@@ -174,4 +173,4 @@ class Evaluator:
         prompts = [tuple(row[is_token].tolist()) for row, is_token in zip(ids, mask, strict=True)]
         seed = (self.plan.run.seed, n_examples, self.objective.mesh.data_rank)
         sampling = self.sampling._replace(max_new_tokens=self._limit_new_tokens(ids.shape[1]), seed=seed)
-        return [answer.text for answer in self.sampler.answer(model, prompts, range(len(prompts)), sampling)]
+        return [answer.text for answer in self.sampler.answer(model.eval(), prompts, range(len(prompts)), sampling)]

@@ -74,8 +74,8 @@ def count_all(
 ) -> tuple[Bytes, list[str]]:
     """Count a process's bytes for every purpose, and return them with notes for the user.
 
-    `batches` and `frozen` are the results of `read_batches` and `decide_frozen_weights`. The model has `n_blocks`
-    blocks, by default all.
+    `batches` are those of `read_batches`. `frozen` is "whole", "sharded" or None, from `decide_frozen_weights`. The
+    model has `n_blocks` blocks, by default all.
     """
     policy = make_policy_structure(plan, n_blocks)
     memory = count_weight_memory(plan, policy, frozen)
@@ -122,7 +122,7 @@ def find_peak(plan: Plan, memory: Bytes) -> Bytes:
 def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     """Count the bytes that follow from the size of the weights, by purpose.
 
-    `policy` may be on the meta device. `frozen` is the result of `decide_frozen_weights`.
+    `policy` may be on the meta device. `frozen` is "whole", "sharded" or None, from `decide_frozen_weights`.
     """
     dims = plan.dims
     # Trained and frozen weights are divided over these numbers of processes.
@@ -133,7 +133,8 @@ def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     compute_size = DTYPES[plan.compute_dtype].itemsize
     weights = {*policy.parameters()}
     trained = {*trained_parameters(policy)}
-    # Whole frozen weights are in the compute dtype; shards keep the dtype in which they were loaded.
+    # Whole frozen weights are in the compute dtype; shards keep the dtype in which they were loaded. Buffers, such as
+    # 4-bit weights, are whole in every process.
     frozen_bytes = _count_bytes(weights - trained, compute_size if is_whole else None)
     trained_bytes = _count_bytes(trained) // n_shards
     memory = Counter(
@@ -144,7 +145,8 @@ def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
     if plan.gpus and plan.training.optimizer not in WITHOUT_TEMPORARIES:
         memory["optimizer_step"] = trained_bytes
     if plan.run.checkpoint_format == "sharded" and not plan.gpus:
-        memory["checkpoint_copy"] = trained_bytes + memory["optimizer"]  # written while training goes on
+        # A checkpoint is written from a copy while training goes on. With GPUs it is in the host's memory.
+        memory["checkpoint_copy"] = trained_bytes + memory["optimizer"]
     if plan.reference == "model" and not plan.caches_all_reference_logps:  # else it is freed before training
         base = weights.difference(adapter_weights(policy, POLICY).values())
         memory["reference"] = _count_bytes(base, DTYPES[plan.reference_dtype].itemsize) // n_frozen_shards
@@ -157,7 +159,7 @@ def count_weight_memory(plan: Plan, policy: Any, frozen: str | None) -> Bytes:
         reduce_size = DTYPES[plan.fsdp.fsdp_reduce_dtype].itemsize
         memory["unsharded_gradients"] = _count_bytes(trained, reduce_size) // dims.tensor_size
     else:
-        memory["head_gradient"] = head_bytes  # every backward pass computes it first
+        memory["head_gradient"] = head_bytes  # computed first, while all activations are still in memory
     if policy.get_input_embeddings().weight in head_weights:
         memory["tied_gradients"] = 3 * head_bytes  # the gradients of head and embedding, and their sum
     if dims.shard_size > 1:
