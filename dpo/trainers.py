@@ -252,6 +252,8 @@ class Trainer(TrainerParts):
         is_first = self.batch_counter == 0
         is_last = self.batch_counter == self.data.report.updates
         samples = []
+        # A finished run that is resumed has its last answers already, and no samples are due. No run is resumed at its
+        # first state, as no checkpoint is made there.
         try:
             if self.plan.evaluation.sample_during_eval and (is_first or (is_last and self.samples_due)):
                 self.callbacks.emit("answers", n_examples, self.evaluator.answers())

@@ -269,7 +269,7 @@ class Checkpoints:
     def _copy(self, part: Part) -> PartCopy:
         """Copy a part: gathered on rank 0 if it is always whole, otherwise with this process's parts of tensors."""
         if part.is_always_whole:
-            state = part.gather()
+            state = copy.deepcopy(part.gather())  # what was whole before is not a copy yet
             return PartCopy(part.name, state, {}, part.convert(state) if self.mesh.rank == 0 else {})
         own: Parts = {}
         state = take_parts(part.find_state(), part.name, own, self.mesh)

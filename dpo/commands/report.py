@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--serve", action="store_true", help="show the page at 127.0.0.1, and follow runs that train")
     parser.add_argument("--port", type=int, default=8421, help="for --serve (default: 8421)")
     options = parser.parse_args(arguments)
+    for path in options.runs:
+        check_exists(path)
     if options.serve:
         serve(options.runs, options.port)
         return
@@ -52,7 +54,6 @@ def list_runs(paths: list[Path]) -> list[Path]:
     """List the directories of runs; a path that is not a run itself stands for the runs inside."""
     runs = []
     for path in paths:
-        check_exists(path)
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         if not inside or (path / "metrics.jsonl").exists():  # a run itself, or a path that `read_runs` refuses
             inside = [path]
@@ -76,7 +77,7 @@ def serve(paths: list[Path], port: int) -> None:
                 deadline.cancel()
 
         def do_GET(self) -> None:
-            runs = [run for run in list_runs(paths) if run.exists()]
+            runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile
             pages = {"/": ("all", runs)}  # (name, runs that are shown), by address
             for number, run in enumerate(runs):
                 pages[f"/{number}"] = (run.name, [run])
@@ -88,7 +89,7 @@ def serve(paths: list[Path], port: int) -> None:
                 status = 403
             elif shown:
                 links = [(name, address) for address, (name, _) in pages.items()]
-                with suppress(InputError, OSError), drawing_lock:  # the run may have been deleted meanwhile
+                with suppress(InputError, OSError), drawing_lock:  # a run may be deleted while it is read
                     contents = read_runs(shown)
                     body = render(contents, draw_charts(contents), links)
                     status = 200

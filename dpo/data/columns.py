@@ -97,8 +97,8 @@ def recognize(
         )
     candidates = _find_candidates(present, configured)
     verdict, sides = "", {}
-    # A column of rejected texts makes a verdict needless. But a column such as `loser` may itself be a verdict: at
-    # least half of its values are then "a", "b" or the like.
+    # A column of rejected texts makes a verdict needless, as does a config that names columns of responses. But a
+    # column such as `loser` may itself be a verdict: at least half of its values are then "a", "b" or the like.
     rejected_sides = [_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows]
     if 2 * rejected_sides.count("") <= len(rejected_sides) and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
         verdict, sides = _find_verdict(objects, present, origin)
@@ -106,7 +106,8 @@ def recognize(
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
         candidates[field] = [column]
     have_prompt = _begin_with_prompt(first_rows, candidates, configured)
-    if not (candidates["chosen"] and candidates["rejected"]):  # one alone may be a verdict, not a response
+    # One alone may be a verdict. No form uses it, and the advice in errors should not name it as a response.
+    if not (candidates["chosen"] and candidates["rejected"]):
         candidates |= {field: [] for field in WHOLE_PAIR_FIELDS if field not in configured}
     elif not have_prompt:
         # the prompt may be a chat in a column of messages, which those of chosen and rejected continue

@@ -146,6 +146,11 @@ class Piece:
     start: int = 0  # in the rendered text
     end: int = 0  # exclusive; 0 until it is found
 
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Where it stands among other pieces: messages in their order, and the thoughts of a message first."""
+        return self.index, self.kind != "thought"
+
 
 def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
     """List the texts of messages in their order, then the names of the tools' functions; blank ones are left out."""
@@ -175,8 +180,7 @@ def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piec
     """Look for the texts of messages and tools in the rendered text; return all, found or not, in their order.
 
     No two overlap. Longer ones are looked for first, so that a short one is not found inside a longer one. Unless a
-    piece may move, it must be after the pieces of earlier messages and the thoughts of its own message, and before the
-    pieces of later messages. The calls of a message may be in any order.
+    piece may move, it must be after those of a smaller `order`, and before those of a larger one.
     """
     pieces = list_pieces(messages, tools)
     anchors = []  # found pieces that may not move, and so limit where others may be
@@ -186,9 +190,9 @@ def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piec
         for anchor in anchors:
             if piece.may_move:
                 break
-            if anchor.index < piece.index or (anchor.index == piece.index and anchor.kind == "thought"):
+            if anchor.order < piece.order:
                 low = max(low, anchor.end)
-            elif anchor.index > piece.index:
+            elif anchor.order > piece.order:
                 high = min(high, anchor.start)
         for spelled, change in _spell(piece.text):
             begin = _find_words(spelled, rendered, low, high)

@@ -103,7 +103,7 @@ class Batches:
         return self._prepare(self.data.train, self._first_rows, self.plan.n_microbatches, example_ids)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make the batch of update number `update`, which is due, from an item that `train` yields."""
+        """Make the batch of an update that is due, from an item that `train` yields; `update` others came before it."""
         return item  # already a batch; in `OnlineBatches` it is only the prompts
 
     def evaluate(self) -> dict[str, float]:

@@ -176,7 +176,7 @@ class OnlineBatches(Batches):
         return [self.data.train[index] for index, _ in example_ids]
 
     def make_batch(self, prompts: Sequence[Prompt], *, update: int) -> Batch:
-        """Make the batch of update number `update`, with a pair for each prompt.
+        """Make the batch of an update that is due, with a pair for each prompt; `update` others came before it.
 
         For `n_offline` prompts it is a pair of the data, for others the best and worst of the policy's answers. Raises
         ScorerFailed on every process.

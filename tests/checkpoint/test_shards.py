@@ -70,15 +70,16 @@ def test_training_goes_on_while_files_are_written_and_a_second_save_waits(checkp
     assert (tmp_path / "LATEST").readlink() == Path("step-16")
 
 
-def test_what_is_saved_is_the_state_at_the_time_of_the_save(checkpoints, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_always_whole", [False, True])
+def test_what_is_saved_is_the_state_at_the_time_of_the_save(is_always_whole, checkpoints, tmp_path, monkeypatch):
     state = {"counts": [1], "weight": torch.zeros(2)}
     allowed = threading.Event()
     monkeypatch.setattr(
         saver, "write_checkpoint", lambda *args, **options: allowed.wait(60) and write_checkpoint(*args, **options)
     )
-    checkpoints.save(
-        [Part("trainer", SimpleNamespace(state_dict=lambda: state))], step_idx=8, metrics=None, quality=None, facts={}
-    )
+    part = Part("trainer", SimpleNamespace(state_dict=lambda: state))
+    monkeypatch.setattr(part, "is_always_whole", is_always_whole)
+    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
     state["counts"].append(2)
     state["weight"] += 1
     allowed.set()

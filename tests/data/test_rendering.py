@@ -156,6 +156,12 @@ def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt,
             [*ASK, {**SKY[0], "reasoning_content": "Early"}, user("Well?")],
             [{**SKY[0], "reasoning_content": "Late"}],
         ),
+        # and are not found in the words of a later turn
+        (
+            THINKING,
+            [*ASK, {**assistant("It is four."), "reasoning_content": "yes"}, user("yes")],
+            [{**SKY[0], "reasoning_content": "Late"}],
+        ),
         (THINKING, [*ASK, assistant("<think>Early</think>\n\nA"), user("Well?")], [assistant("<think>B</think>\n\nC")]),
     ],
 )

@@ -72,6 +72,8 @@ def test_runs_are_served_with_all_news_until_ctrl_c(served, tmp_path):
         impatient.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed with a reset
     (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere")
     assert get(port, "/")[0] == 200
+    (tmp_path / "runs").rename(tmp_path / "all")
+    assert get(port, "/") == (404, "")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 0
     assert "Traceback" not in process.text
