@@ -102,7 +102,7 @@ def run(keys: Mapping | Sequence[str] | str = (), data: Any = None) -> Result:
     elif data is not None:
         # pandas is not imported here: a caller who passes a DataFrame has imported it.
         if isinstance(data, getattr(sys.modules.get("pandas"), "DataFrame", ())):
-            data = data.to_dict("records")
+            data = data.astype(object).where(data.notna(), None).to_dict("records")  # an empty cell is a null
         local_dirs = by_key.get("local_dirs")  # the whole override, such as "local_dirs=[runs]"
         stored = store_rows({"datasets": data, "local_dirs": local_dirs and PARSER.parse_override(local_dirs).value()})
         if "dataset_sources" not in stored:  # `store_rows` did not recognize `data` as rows

@@ -80,7 +80,8 @@ def test_bad_input_is_an_error_with_all_problems(keys):
 
 
 def test_a_table_of_pandas_is_trained_on_and_lies_where_local_dirs_says(keys, tmp_path):
-    result = dpo.run({**keys, "dry_run": True, "local_dirs": [str(tmp_path / "mine")]}, data=pd.DataFrame(ROWS))
+    table = pd.DataFrame([{**ROWS[0], "system": "Be kind."}, *ROWS[1:]])  # its empty cells are NaN
+    result = dpo.run({**keys, "dry_run": True, "local_dirs": [str(tmp_path / "mine")]}, data=table)
     assert len(list((tmp_path / "mine").glob("*/dpo-rows/*.jsonl"))) == 1
     assert dpo.Result(str(result.directory)) == result
 

@@ -22,6 +22,7 @@ SYNONYMS = {
     "messages": "conversation conversations",
     "label": "labels desirable isdesirable thumbs thumbsup feedback ktotag",
     SYSTEM: "systemprompt",
+    TOOLS: "functions",
 }
 NOUNS = ("response", "answer", "completion", "output", "reply", "text", "messages", "message", "conversation")
 # Names of a column that says which of two others is better.
@@ -139,7 +140,7 @@ def recognize(
         fields.append("weight")
     if with_margins and "responses" not in form:  # one margin does not fit all pairs of a list
         fields.append("margin")
-    if SYSTEM in configured or _has_words(first_rows, candidates[SYSTEM]):
+    if SYSTEM in configured or _has_words(objects, candidates[SYSTEM]):
         fields.append(SYSTEM)
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]

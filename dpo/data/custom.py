@@ -45,7 +45,7 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']
 DESIRED, UNDESIRED = 1.0, 0.0  # scores of the two responses of a pair, and of a response with a good or bad label
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "yes", "good", "positive", "chosen", "desirable", "up", "👍")
-UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "-1.0", "no", "bad", "negative", "rejected", "undesirable", "down", "👎")
 
 
 class DataOptions(NamedTuple):
@@ -237,15 +237,23 @@ class Reader:
             return None
         prompt, responses, scores = _read_scored_responses(row, used, notes)
         if not prompt:
-            raise InputError(f"the prompt is empty: fill in {used.get('prompt', 'it')}")
+            raise InputError(f"the prompt is empty: fill in {next(iter(used.values()))}")
         if isinstance(prompt, str):
             # tokenization appends EOS, so an EOS at the end of the text would be a second one
             responses = [remove_final_eos(text, self.tokenizer) for text in responses]
             if self.is_rendered and self.has_texts:
-                # the last turn of the dialogue is the answer, which is empty here
-                prompt = split_turns(prompt, "")[:-1] if is_dialogue(prompt) else [{"role": "user", "content": prompt}]
+                turns = [{"role": "user", "content": prompt}]
                 # a response loses the one space that separates it from its prompt
-                responses = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
+                answers = [_as_answer(text[1:] if re.match(r" \S", text) else text) for text in responses]
+                if is_dialogue(prompt):
+                    turns = split_turns(prompt, "")
+                    if not turns[-1]["content"]:  # else the assistant has two turns in a row, and the second is open
+                        turns.pop()
+                    for i, text in enumerate(responses):
+                        before, _, last = f"{ASSISTANT}{text}".rpartition(ASSISTANT)
+                        if before:  # the response has several turns
+                            answers[i] = split_turns(before + ASSISTANT, last)
+                prompt, responses = turns, answers
         if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
             raise InputError("a response must end with a message of the assistant: correct it")
         if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
@@ -276,6 +284,9 @@ class Reader:
         if isinstance(prompt, str):
             return Prompt(prompt, responses, examples, apart=self.is_apart, **numbers)
         tools = read_tools(row, used[TOOLS]) if TOOLS in used else []
+        question = row.get(used.get("prompt"))
+        if isinstance(question, Mapping) and TOOLS in question:  # OpenAI's object, which has the messages too
+            tools = read_tools(question, TOOLS)
         return Prompt("", responses, examples, messages=prompt, tools=tools or None, apart=False, **numbers)
 
     def _list_examples(self, scores: Sequence[float]) -> list[dict[str, int]]:
@@ -350,7 +361,10 @@ def _read_scored_responses(
         return *_read_responses(row, used, responses, list(responses), notes), scores
     if "messages" in used:  # a chat that ends with its response
         messages = read_messages(get_field(row, used["messages"], list))
-        prompt, responses = messages[:-1], [messages[-1:]]
+        start = len(messages)  # of the response: all messages of the assistant at the end
+        while start and messages[start - 1]["role"] == "assistant":
+            start -= 1
+        prompt, responses = messages[:start], [messages[start:]]
     else:
         columns = [used[field] for field in ("chosen", "rejected", "completion") if field in used]
         prompt, responses = _read_responses(row, used, row, columns, notes)
@@ -395,15 +409,13 @@ def _read_responses(
         question = _bare(chat[-1]["content"]) if prompt else ""
         for text in values:
             if question and _bare(str(text)).startswith(question):
-                notes["responses begin with the text of their prompt: remove it"] = Note(
-                    str(text)[:1000], warned_from=0.5
-                )
+                _note_repeated_prompt(str(text), notes)
         return prompt, list(map(_as_answer, values)) if chat is prompt else values
     # from here on the responses are messages
     if isinstance(prompt, str):
         if not any(messages and messages[0]["role"] == "assistant" for messages in values):
             shared, *remaining = _split_shared_messages(values)
-            if all(message["content"] != prompt for message in shared):
+            if all(message["content"].strip() != prompt.strip() for message in shared):
                 raise InputError(
                     "the responses begin with messages, none of which is the prompt: add it as their first message, or "
                     "remove the column of the prompt"
@@ -420,6 +432,10 @@ def _bare(text: str) -> str:
     return text.strip().removeprefix("Human:").lstrip()
 
 
+def _note_repeated_prompt(text: str, notes: Notes) -> None:
+    notes["responses begin with the text of their prompt: remove it"] = Note(text[:1000], warned_from=0.5)
+
+
 def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
     """Remove messages of the prompt that responses repeat; return the whole prompt, and the rest of each response.
 
@@ -433,6 +449,9 @@ def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes
         before.append(turns.pop(0))
     for response in responses:
         earlier, rest = _split_around(turns, response)
+        prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
+        if prefill and rest is response and response[0]["content"].startswith(prefill):
+            _note_repeated_prompt(response[0]["content"], notes)
         before = before or earlier
         if earlier and _list_comparable(earlier) != _list_comparable(before):
             raise InputError(

@@ -8,7 +8,7 @@ from dpo.data.custom import DataOptions, get_custom
 from dpo.data.demo import get_demo
 from dpo.data.published import Entries, get_hh, get_se, get_shp
 from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
-from dpo.data.sources import identify_source, load_rows
+from dpo.data.sources import has_split, identify_source, load_rows
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS, find_digests
@@ -35,7 +35,7 @@ def get_dataset(
     if name not in LOADERS:
         raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
     source = find_source(name, store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"])
-    if has_test_split(name, source):
+    if has_test_split(name, source, cache_dir):
         return LOADERS[name](split, silent, cache_dir, source)
     [entries] = _split_off_test(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
     return entries
@@ -58,7 +58,7 @@ def load_splits(
     data_options = DataOptions(**options)
     source = find_source(name, sources)
     place = source.label or name
-    has_test = has_test_split(name, source)
+    has_test = has_test_split(name, source, cache_dir)
     loaded = []
     for wanted in splits:
         split = wanted if has_test else "train"
@@ -85,11 +85,13 @@ def load_splits(
     return loaded
 
 
-def has_test_split(name: str, source: Source) -> bool:
+def has_test_split(name: str, source: Source, cache_dir: str | None) -> bool:
     """Whether a dataset has a test split of its own."""
-    if source.path:
-        return name == "se" or not source.has_no_splits  # se makes its own test split
-    return name in BUILT_IN or DATASETS[name]("test") is not None
+    if not source.path:
+        return name in BUILT_IN or DATASETS[name]("test") is not None
+    if source.has_no_splits:
+        return name == "se"  # it makes its own test split
+    return name in BUILT_IN or has_split(source, "test", cache_dir)
 
 
 def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:

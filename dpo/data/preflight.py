@@ -210,9 +210,10 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, options: DataOp
     """Yield the prompts without the examples that exceed `max_length`; prompts that lose all examples are left out.
 
     An example is as long as its prompt with the longest response, or with `new_tokens` if these are more. The prompts
-    of an online run may have no examples; such a prompt counts as one.
+    of an online run may have no examples; such a prompt counts as one. Prompts are numbered anew.
     """
     remaining = iter(prompts)
+    n_kept = 0  # prompts so far
     while batch := list(islice(remaining, TOKENIZED_AT_ONCE)):
         examples = [example for prompt in batch for example in list_examples(prompt) or [(prompt, 0)]]
         encoded = encode_examples(examples, counter.encode, max_length=sys.maxsize, max_prompt_length=sys.maxsize)
@@ -231,7 +232,8 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, options: DataOp
             for name in ("examples", "weights", "margins", "rows"):
                 if values := getattr(prompt, name):
                     fields[name] = [values[i] for i in indices]
-            yield prompt._replace(**fields)
+            yield prompt._replace(index_in_split=n_kept, **fields)
+            n_kept += 1
 
 
 def make_key(plan: Plan, tokenizer: Any) -> str | None:

@@ -22,8 +22,9 @@ HEADER = re.compile(  # the header of an answer, at the end of a prompt
     # a last line after others: ### Response, Answer (short):, Output =>
     r"\n\s*(#{2,} ?\w.{0,40}|\W{0,3}\w[\w;./-]*(?: \w+| \(\w+\)){0,2} ?(?:[:：]|=>|->)\W{0,2})$"
     r"|(<[^<>\s][^<>\n]*>\w*|\[/INST\])$"  # a control token, perhaps with a role, as in <start_of_turn>model
-    rf"|(?:^|\s){TURN} (?:.|\n)*\s({TURN})$"
+    rf"|\s({TURN})$"  # a speaker, if an earlier turn has one too
 )
+FIRST_TURN = re.compile(rf"(?:^|\s){TURN} ")
 
 
 def share_header(prompts: Sequence[str]) -> bool:
@@ -31,8 +32,11 @@ def share_header(prompts: Sequence[str]) -> bool:
 
     A few may seem to end in one by chance, such as a question that ends in a colon.
     """
-    matches = (HEADER.search(prompt.rstrip()) for prompt in prompts)
-    headers = Counter(match[match.lastindex or 0] for match in matches if match)  # one group matched: the header
+    headers = Counter()
+    for prompt in prompts:
+        match = HEADER.search(prompt.rstrip())
+        if match and not (match[3] and not FIRST_TURN.search(prompt, 0, match.start())):
+            headers[match[match.lastindex or 0]] += 1  # one group matched: the header
     return 2 * max(headers.values(), default=0) > len(prompts)
 
 

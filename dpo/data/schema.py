@@ -218,7 +218,9 @@ def is_message(value: Any) -> bool:
 
 
 def read_messages(value: Any) -> Messages:
-    """Read a list of messages, or one."""
+    """Read a list of messages, or one, or OpenAI's object that has the list."""
+    if isinstance(value, Mapping) and "messages" in value:
+        value = value["messages"]
     messages = value if isinstance(value, list) else [value]
     return [_read_message(message) for message in messages]
 

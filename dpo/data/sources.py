@@ -131,6 +131,20 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
     return [dict(source.columns), states] if states else None
 
 
+class MissingSplit(InputError):
+    """A source has no split of a name."""
+
+
+def has_split(source: Source, split: str, cache_dir: str | None) -> bool:
+    """Return whether a source has a split of its own; one of the Hub is downloaded for that."""
+    try:
+        if not _find_files(source, split):
+            _load_with_datasets(source, split, cache_dir)
+    except MissingSplit:
+        return False
+    return True
+
+
 def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> Any:
     """Load a split from the Hub, its cache or a clone, under the first of its possible names that the dataset has."""
     go_offline_without_hub()
@@ -140,17 +154,19 @@ def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> An
     for name in SPLIT_NAMES.get(split, (split,)):
         try:
             return datasets.load_dataset(
-                source.path,
+                str(source.local or source.path),
                 source.subset,
                 split=name,
                 cache_dir=cache_dir,
                 revision=source.revision or None,
             )
         except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
-            problem = error
+            problem = problem or error
             # another name helps only if no split has this one
             if not re.match("(Unknown|Bad) split", str(error)):
                 break
+    else:
+        raise MissingSplit(f"dataset {source.path} has no {split} split: {one_sentence(problem)}") from problem
     if subsets := re.search(r"(?:available configs|Available): \[(.*?)\]", str(problem)):
         raise InputError(
             f"dataset {source.path} has the subsets {subsets[1]}: choose one with dataset_sources.NAME.subset=SUBSET"
@@ -190,7 +206,7 @@ def _find_files(source: Source, split: str) -> list[Path]:
     readme = folder / "README.md"
     if readme.is_file() and "config_name:" in readme.read_text(encoding="utf-8", errors="replace"):
         return []
-    raise InputError(
+    raise MissingSplit(
         f"{folder} has no {split} split, a file or saved dataset named {' or '.join(names)} (such as {split}.jsonl or "
         f"{split}.csv); datasets={folder}/FILE takes both splits from one file"
     )
@@ -268,8 +284,11 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
     first_line = lines.readline()
     # Excel separates by semicolons in languages that write 0.5 as 0,5
     separators = "\t" if ".tsv" in file.name.lower() else ",;\t"
-    separator = max(separators, key=re.sub('"[^"]*"', "", first_line).count)
-    reader = csv.reader(chain([first_line], lines), delimiter=separator, strict=True)
+    unquoted = re.sub('"[^"]*"', "", first_line)
+    separator = max(separators, key=unquoted.count)
+    # With a space after the separator, as people type it, a quote after the space would not count as one.
+    skips_space = f"{separator} " in unquoted
+    reader = csv.reader(chain([first_line], lines), delimiter=separator, skipinitialspace=skips_space, strict=True)
     header: list[str] = []
     end = 0  # line on which the last record ends
     try:

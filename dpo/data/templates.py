@@ -21,6 +21,7 @@ from dpo.redaction import redact, shorten
 MARK = "[goes on here]"  # appended to the beginning of an answer, to find in the rendered text where the answer goes on
 SHOWN = 60  # characters that an error shows on either side of a control token
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
+FIX_TURNS = f"{FIX}, remove the thoughts of earlier turns if there are any"  # which templates render differently later
 END_OF_THOUGHT = "</think>"
 ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles that do not ask the question of a prompt
 # a position that is not inside a word of ASCII letters; other scripts may have no spaces between words
@@ -184,7 +185,8 @@ def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piec
     """
     pieces = list_pieces(messages, tools)
     anchors = []  # found pieces that may not move, and so limit where others may be
-    for piece in sorted(pieces, key=lambda piece: -len(piece.text)):
+    # A call is looked for last, as a template may list its function among the tools, before all messages.
+    for piece in sorted(pieces, key=lambda piece: (piece.kind == "call", -len(piece.text))):
         low = 0
         high = len(rendered)
         for anchor in anchors:
@@ -311,7 +313,7 @@ class ChatTemplate:
             if text is None:
                 raise InputError(
                     f"the chat template renders the prompt differently once a response follows, so it is not known "
-                    f"where the response starts: {FIX}, or use text instead"
+                    f"where the response starts: {FIX_TURNS}, or use text instead"
                 )
             _check_prompt(render, messages, prompt.tools, open_text, text, notes)
             for chat, answer, dialogue in zip(chats, prompt.responses, dialogues, strict=True):
@@ -395,7 +397,7 @@ class ChatTemplate:
             if begin is None or begin < start:
                 raise InputError(
                     f"the chat template leaves out or moves the last answer, so it is not known which text is scored: "
-                    f"{FIX}, use responses of one message, or remove {shorten(chat[-1])}"
+                    f"{FIX_TURNS}, use responses of one message, or remove {shorten(chat[-1])}"
                 )
             notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
             turns = [(len(chat) - 1, begin, len(dialogue))]

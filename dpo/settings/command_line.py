@@ -147,7 +147,7 @@ def _expand_model(override: str, line: CommandLine) -> list[str]:
 
     NAME is a config of `config/model`, or else a directory or Hub id. If it is both, it means the config.
     """
-    names = override.removeprefix("model=").split(",")  # several in a sweep
+    names = [name.strip(QUOTES) for name in override.removeprefix("model=").split(",")]  # several in a sweep
     are_models = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
     if not override.startswith("model=") or not are_models:
         return [override]
@@ -304,6 +304,10 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     except HydraException:
         if is_secret(key):
             value = "VALUE"
+        if value.startswith(("[", "{")):
+            return (
+                f"{key}={value} cannot be read: quote the parts with other characters than letters, digits and spaces"
+            )
         return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={_quote(value.strip(QUOTES))}')}"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
         number = value.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", value) else "ONE"  # a decimal comma
@@ -314,7 +318,8 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
     if options := line.list_choices(group):
         for single in split_sweep(override):
             option = str(PARSER.parse_override(single).value())
-            if name := find_alias(option):
+            name = find_alias(option)
+            if name and name.startswith(f"{group}="):
                 return f"{group}={option}: here it is {name}"
             if option not in options:
                 note = "model=DIR_OR_HUB_ID takes any other; " if group == "model" else ""

@@ -134,11 +134,11 @@ class Source(NamedTuple):
             field in FIELDS and (is_text(column) or (column is None and field in OPTIONAL_FIELDS))
             for field, column in columns.items()
         )
-        if not are_valid or (columns and name in BUILT_IN):
+        if not are_valid or (name in BUILT_IN and (columns or source.reader)):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to your columns, such as "
                 f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
-                f"{', '.join(BUILT_IN)} are fixed"
+                f"{', '.join(BUILT_IN)} are fixed, and no reader reads their rows"
             )
         if source.reader not in (None, *READERS):
             known = ", ".join(READERS) or "those that plugins add, which are none here"
@@ -184,7 +184,10 @@ def name_datasets(values: Mapping) -> dict:
         path = find_local(name)
         is_there = os.path.exists(path) if path else HUB_ID.fullmatch(name)
         last_part = os.path.basename(os.path.abspath(path or name))
-        new_name = re.sub(r"[^\w-]", "_", last_part[: len(last_part) - len(find_suffix(last_part))])
+        # Hydra must be able to read the name as a part of a key.
+        new_name = re.sub(
+            r"[^\w-]|^(?=[\d-])", "_", last_part[: len(last_part) - len(find_suffix(last_part))], flags=re.A
+        )
         if is_there and taken.isdisjoint([name, new_name]):
             taken.add(new_name)
             # The config may have columns and other options for the new name.

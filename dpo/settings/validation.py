@@ -216,8 +216,8 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
         ]
     else:
         needs = [
-            ("lr_scaling fsdp_frozen_weights fsdp_reduce_once fsdp_reduce_dtype checkpoint_format", several,
-             "several processes"),
+            ("lr_scaling fsdp_frozen_weights fsdp_reshard_after_forward fsdp_reduce_once fsdp_reduce_dtype "
+             "checkpoint_format", several, "several processes"),
             ("loss.f_alpha", loss.shared.get("f_divergence") == "alpha", "loss.f_divergence=alpha"),
             ("list_pairs", loss.trains_on == "pairs", "a loss of pairs, such as loss=dpo"),
             ("cache_reference_logps lora.reference", loss.reference, "a loss with a reference, such as loss=dpo"),
@@ -288,7 +288,11 @@ def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | Non
     if allowed.accepts(value):
         return None
     hint = suggest(str(value), allowed.choices)
-    return f"{key}={_write_value(value)}{hint and f'{hint} It'} must be {allowed.wanted}"
+    shown = _write_value(value)
+    advice = ""
+    if allowed.wanted.startswith("a text") and isinstance(value, (int, float)):  # Hydra reads 2024 as a number
+        advice = f": write '{key}=\"{shown}\"'"
+    return f"{key}={shown}{hint and f'{hint} It'} must be {allowed.wanted}{advice}"
 
 
 def _write_value(value: Any) -> Any:

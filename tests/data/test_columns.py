@@ -157,6 +157,12 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
 
 
+def test_a_first_system_turn_may_come_after_many_rows_without():
+    rows = [{**PAIR, "system": ""}] * 100 + [{**PAIR, "system": "Be very kind."}]
+    columns = recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
+    assert columns.used["system"] == "system"
+
+
 def test_two_columns_may_name_the_better_and_the_worse_response():
     row = {"question": "Is it?", **NAMED, "loser": "model_b"}
     assert find(row).find_fields(row) == {"prompt": "question", "chosen": "answer_a", "rejected": "answer_b"}

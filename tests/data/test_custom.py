@@ -12,6 +12,7 @@ from support.runs import read_metrics
 from dpo.data import custom
 from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
+from dpo.data.schema import ASSISTANT
 from dpo.data.table import number_prompts
 from dpo.errors import InputError
 from dpo.system import pool
@@ -49,7 +50,7 @@ def test_prompts_to_answer_need_no_responses(tokenizer):
     assert take([PAIR], tokenizer, "prompts") == [{"chosen": " a", "rejected": " b"}]
 
 
-@pytest.mark.parametrize(("good", "bad"), [(True, False), (1.0, 0.0), (1, -1), (" Good", "bad"), ("👍", "👎")])
+@pytest.mark.parametrize(("good", "bad"), [(True, False), (1.0, 0.0), (1, -1.0), (" Good", "bad"), ("👍", "👎")])
 def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     labelled = (("Q:", " yes", good), ("P:", " no", bad), ("Q:", " hm", bad))
     rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in labelled]
@@ -143,7 +144,13 @@ def test_what_responses_repeat_of_their_prompt_is_counted_or_warned_about(chat):
     assert notes[1] == "mine: messages of the prompt that responses repeat are taken off; in records: 2 of 3"
     bare = {**PAIR, "prompt": DIALOGUE}
     whole = {**bare, "chosen": f"{DIALOGUE} I do"}
+    prefilled = {
+        "prompt": [user("Q:"), assistant("So: ")],
+        "chosen": [assistant("So: a")],
+        "rejected": [assistant("b")],
+    }
     for rows, is_said in (
+        ([prefilled], True),
         ([whole, bare], True),
         ([whole, bare, bare], False),
         ([{**PAIR, "rejected": "Q: b"}], True),
@@ -233,11 +240,57 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_what_is_wrong(chat, 
         ([HELLO, PAIR], ENDS_TURNS_WITH_EOS, "record 2 of mine: it has text and the first records have chat messages"),
         # a prompt that other records have is not taken from what the responses share
         ([PAIR, WHOLE], None, "record 2 of mine: prompt is missing"),
+        ([{"messages": SKY}], ENDS_TURNS_WITH_EOS, "the prompt is empty: fill in messages"),
     ],
 )
 def test_records_of_other_kinds_and_templates_that_fail_are_named(chat, rows, template, message):
     with refused(message):
-        get_custom(rows, "mine", chat(template))
+        get_custom(rows, "mine", chat(template), trains_on="targets" if "messages" in rows[0] else "pairs")
+
+
+HI_HELLO = ("<user>Hi;<assistant>", ["Hello;", "Go away;"])
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        # OpenAI's files of preferences
+        (
+            {"input": {"messages": [user("Hi")], "tools": [], "parallel_tool_calls": True},
+             "preferred_output": HELLO["chosen"], "non_preferred_output": HELLO["rejected"]},
+            {},
+            HI_HELLO,
+        ),
+        # UltraFeedback's, whose prompt may differ from its message in white space
+        ({key: "Hi \n" if key == "prompt" else [user("Hi"), *HELLO[key]] for key in HELLO}, {}, HI_HELLO),
+        # the assistant speaks twice at the end
+        (
+            {"messages": [user("Hi"), assistant("Well."), assistant("Hello")]},
+            {"trains_on": "targets"},
+            ("<user>Hi;<assistant>", ["Well.;<assistant>Hello;"]),
+        ),
+        # dialogues in HH's format: the assistant speaks twice, or the responses have several turns
+        (
+            {"chosen": f"{QUESTION} b{ASSISTANT} c", "rejected": f"{QUESTION} b{ASSISTANT} d"},
+            {"chat": "always"},
+            ("<user>a;<assistant>b\n\n", ["c;", "d;"]),
+        ),
+        (
+            {"chosen": f"{DIALOGUE} d", "rejected": f"{QUESTION} e"},
+            {"chat": "always"},
+            ("<user>a;<assistant>", ["b;<user>c;<assistant>d;", "e;"]),
+        ),
+    ],
+)  # fmt: skip
+def test_turns_of_other_peoples_records_are_rendered_as_turns(row, options, expected, chat):
+    [prompt] = get_custom([row], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), **options).values()
+    assert (prompt.text, prompt.responses) == expected
+
+
+def test_the_functions_of_a_record_are_tools_for_the_template(chat):
+    template = "{{ tools[0].function.name }}" + ENDS_TURNS_WITH_SEMICOLON
+    [prompt] = get_custom([{**HELLO, "functions": [{"name": "look"}]}], "mine", chat(template)).values()
+    assert prompt.text == "look<user>Hi;<assistant>"
 
 
 @pytest.mark.slow

@@ -172,6 +172,10 @@ def test_what_is_rendered_in_a_spelling_or_place_of_its_own_is_not_left_out(temp
     assert len(earlier) == (template is THINKING)
 
 
+def test_a_call_is_not_found_in_the_list_of_tools_before_a_shorter_question(chat):
+    assert warnings_of(read(SKY, chat(WITH_TOOLS), [user("Up?"), call({}), tool("Yes")], tools=TOOLS)) == []
+
+
 def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
     odd = {**GOOD, "prompt": [DEVELOPER, *ASK]}
     for n, begin in ((99, "warning: "), (100, "")):

@@ -72,6 +72,10 @@ def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
         ('\ufeffprompt;chosen\r\na;"b; c"\r\n', {"prompt": "a", "chosen": "b; c"}),
         ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
         (TABLE.replace("\n", ",,\n") + ",,\n\n", {"question": "How?", "good": "So", "bad": "Or “so”"}),
+        (
+            'question, good, bad\n"How?", "So", "Or “so”, yes"\n',
+            {"question": "How?", "good": "So", "bad": "Or “so”, yes"},
+        ),
         # the numbers that pandas writes
         ("," + TABLE.replace("\n", "\n0,", 1), {"question": "How?", "good": "So", "bad": "Or “so”"}),
     ],
@@ -154,6 +158,15 @@ def test_holdout_that_leaves_nothing_to_train_on_is_refused_and_without_an_effec
     assert "holdout=2 has no effect on" in printed()
 
 
+@pytest.mark.parametrize("place", ["somebody/pairs", "{dir}/somebody/pairs"])
+def test_without_a_test_split_some_prompts_are_held_out(place, hub, tmp_path):
+    rows = [{**PAIR, "prompt": text} for text in "abcd"]
+    write(tmp_path / "somebody" / "pairs" / "train.jsonl", rows)
+    sources = {"mine": place.format(dir=tmp_path)}
+    train, test = load_splits("mine", None, sources, cache_dir=str(tmp_path / "cache"))
+    assert (len(train), len(test), train.keys() | test.keys()) == (3, 1, {*"abcd"})
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_plugin_that_makes_no_rows_of_a_split_is_refused(split, monkeypatch):
     monkeypatch.setitem(DATASETS, "own", lambda wanted: [] if wanted == split else [PAIR])
@@ -223,7 +236,7 @@ def test_a_hub_id_is_loaded_with_its_split_revision_and_cache(hub, tmp_path):
     source, cache = {"path": "somebody/pairs", "revision": "v2"}, str(tmp_path / "cache")
     [data] = load_splits("mine", None, {"mine": source}, splits=["test"], cache_dir=cache)
     assert data["a"].responses == [" d", " c"]
-    assert hub == [("somebody/pairs", None, {"split": "test", "cache_dir": cache, "revision": "v2"})]
+    assert hub[-1] == ("somebody/pairs", None, {"split": "test", "cache_dir": cache, "revision": "v2"})
 
 
 CONFIGS = "---\nconfigs:\n- {config_name: a, data_files: a/*.jsonl}\n- {config_name: b, data_files: b.jsonl}\n---\n"
@@ -290,7 +303,7 @@ def test_a_hub_datasets_validation_is_its_test_split_if_it_has_no_test(hub, tmp_
     for name in ("pairs", "other"):
         write(tmp_path / "somebody" / name / "train.jsonl", ROWS)
     write(tmp_path / "somebody" / "other" / "validation.jsonl", ROWS[1:])
-    with refused(r"somebody/pairs \(split test\).*Unknown split.*point dataset_sources at a local"):
+    with refused(r"^dataset somebody/pairs has no test split: Unknown split \"test\"\. Should be one of \['train'\]"):
         load_rows(Source("somebody/pairs"), "test", str(tmp_path / "cache"))
     assert list(load_rows(Source("somebody/other"), "test", str(tmp_path / "cache"))) == ROWS[1:]
 

@@ -123,8 +123,9 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     long = {"prompt": "a b", "chosen": " c" * 70, "rejected": " d", "margin": 2}
     other = {"prompt": "a b c" * 30, "chosen": " c", "rejected": " d", "margin": 3}
     values = {"truncation": "drop", "loss.offset_by_margin": True}
-    examples, report = build(tmp_path, tokenizer, [long, short, other], **values)
+    examples, report = build(tmp_path, tokenizer, [other, long, short], **values)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
+    assert examples[0].id == (0, 0)  # its place in the table
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     _, warning = SplitReport(**report).describe("train")
     assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length")

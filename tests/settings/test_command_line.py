@@ -153,13 +153,24 @@ def test_model_takes_a_directory_or_hub_id_but_first_a_config(tmp_path, monkeypa
         _, plan = check_command_line([option, "exp_name=x"])
         return plan.model.name_or_path, plan.model.reference_dtype
 
-    assert find_model("model=my model") == ("my model", None)
+    assert find_model("model=my model") == find_model('model="my model"') == ("my model", None)
     assert find_model("model=Qwen/Some-1B") == ("Qwen/Some-1B", None)
     assert find_model("model=gpt2-large")[0] == "gpt2-large"
     assert '++model.name_or_path="./a","./b"' in parse(["-m", "model=./a,./b"]).overrides
     said = capsys.readouterr().err.splitlines()
-    assert said[1] == 'model=Qwen/Some-1B is taken for model.name_or_path="Qwen/Some-1B"'
-    assert said[2] == "model=gpt2-large is taken for its config; the directory is model=./gpt2-large"
+    assert said[2] == 'model=Qwen/Some-1B is taken for model.name_or_path="Qwen/Some-1B"'
+    assert said[3] == "model=gpt2-large is taken for its config; the directory is model=./gpt2-large"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("2024_pairs.csv", "_2024_pairs"), ("2024-05.x.csv", "_2024-05_x"), ("données.csv", "donn_es")]
+)
+def test_the_columns_of_a_file_with_any_name_can_be_set(file, name, tmp_path):
+    (tmp_path / file).touch()
+    columns = f"dataset_sources.{name}.columns={{prompt: question}}"
+    _, plan = check_command_line([f'datasets="{tmp_path}/{file}"', columns, "loss=sft", "model=demo", "exp_name=x"])
+    assert plan.data.datasets == [name]
+    assert plan.data.dataset_sources[name] == {"path": f"{tmp_path}/{file}", "columns": {"prompt": "question"}}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ REFUSED = [
         "'datasets=/data/my rows (1).csv'",
         "datasets=/data/my rows (1).csv cannot be read: write 'datasets=\"/data/my rows (1).csv\"'",
     ),
+    (
+        "'optimizer_args={betas: (0.9,0.95)}'",
+        "optimizer_args={betas: (0.9,0.95)} cannot be read: quote the parts with other characters than letters",
+    ),
+    ("exp_name=2024", "exp_name=2024 must be a text: write 'exp_name=\"2024\"'"),
     ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 has several values: write loss.beta=ONE"),
     ("-m model=glob(*)", "model=glob(*) has several values"),
     # --- keys and options
@@ -42,6 +47,8 @@ REFUSED = [
     ("loss=ipo loss.beta=1 loss.average=mean", "loss.average=mean must be true or false"),
     ("experiment=modern loss=kto loss.average=mean", "loss.average does not exist with loss=kto"),
     ("lora=x", "lora=x is unknown (there are lora, none, qlora)"),
+    ("lora=adapter", "lora=adapter is unknown"),
+    ("loss=sigmoid", "loss=sigmoid: here it is loss=dpo"),
     # It is not known whether there is a beta.
     (
         "loss=dppo loss.beta=0.1",
