@@ -34,6 +34,7 @@ from dpo.settings.places import store_rows
 from dpo.settings.plan import resolve
 from dpo.settings.validation import find_value_problems, raise_problems
 from dpo.system.host import count_gpus, list_own_gpus
+from dpo.system.run_directory import add_run_facts
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.training.batches import Batch
 from dpo.training.objective import REFERENCE_PREFIX, BatchContext
@@ -128,7 +129,8 @@ class Trainer(TrainerParts):
         elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
             means |= self.step_optimizer(update.number)  # changes `update.metrics` too, which is the same dict
             self.scheduler.step()
-            objective.after_step(update.metrics)
+            # Running averages count all examples alike, except ties.
+            objective.after_step(reduced.means(batch.examples, [float(weight > 0) for weight in batch.weights]))
         objective.sync_if_due(update.number)
         self.policy.zero_grad()  # under FSDP, the optimizer has cleared only the local shards
         logged = {
@@ -251,6 +253,7 @@ class Trainer(TrainerParts):
         n_examples = self.example_counter
         is_first = self.batch_counter == 0
         is_last = self.batch_counter == self.data.report.updates
+        self.samples_due &= self.plan.evaluation.sample_during_eval  # which may have changed since the checkpoint
         samples = []
         # A finished run that is resumed has its last answers already, and no samples are due. No run is resumed at its
         # first state, as no checkpoint is made there.
@@ -264,6 +267,8 @@ class Trainer(TrainerParts):
             self.progress.line(WarningLine(warning))
         if self.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
+        if samples and is_last and self.mesh.rank == 0:
+            add_run_facts(self.checkpoints.run_dir, sampled_at=n_examples)  # so that a resumed run is complete
         self.samples_due = False
 
     def save_if_due(self, metrics: dict[str, float] | None, *, is_last: bool = False) -> None:

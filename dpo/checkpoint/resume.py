@@ -57,13 +57,15 @@ class OpenRun(NamedTuple):
     directory: Path
     resume_point: ResumePoint | None
 
-    def is_finished(self, updates: int) -> bool:
+    def is_finished(self, plan: Plan, updates: int) -> bool:
         """Return whether all `updates` and the last evaluation are done, and no samples are due after it."""
         if not self.resume_point:
             return False
         manifest = self.resume_point.manifest
-        is_evaluated = bool(manifest.get("evaluated")) and not manifest.get("samples_due")
-        return manifest["updates"] >= updates and is_evaluated
+        # Samples are drawn after the last checkpoint is saved.
+        are_drawn = read_run_facts(self.directory).get("sampled_at") == parse_step(self.resume_point.path)
+        samples_due = manifest.get("samples_due") and plan.evaluation.sample_during_eval and not are_drawn
+        return manifest["updates"] >= updates and bool(manifest.get("evaluated")) and not samples_due
 
     def record(self, plan: Plan) -> None:
         """Write the run's config and facts; a resumed run keeps its id, and its time up to the checkpoint counts."""

@@ -44,7 +44,12 @@ PROBLEMS = "data_problems.jsonl"  # records that have problems
 FILES = (LOCK, "config.yaml", FACTS, "preflight.json", FIRST_EXAMPLES, PROBLEMS, LOG_FILE, WARNINGS_FILE)
 OTHER_OUTPUTS = ("BEST", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 # What is read from env.json.
-FACT_TYPES = {"run": str, "seconds_before": (float, NoneType), "microbatch_size": (int, NoneType)}
+FACT_TYPES = {
+    "run": str,
+    "seconds_before": (float, NoneType),
+    "microbatch_size": (int, NoneType),
+    "sampled_at": (int, NoneType),  # number of examples after which the last samples were drawn
+}
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 

@@ -65,11 +65,26 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
             run("run", *settings, "resume=auto")
         assert find_checkpoints(run_dir)[0].name == f"step-{n_examples}"
     monkeypatch.undo()
-    for _ in range(2):
-        run("run", *settings, "resume=auto")
-        for name in ("samples.jsonl", "answers.jsonl"):
-            assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
+    run("run", *settings, "resume=auto")
+    for name in ("samples.jsonl", "answers.jsonl"):
+        assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
     assert find_differences(whole, run_dir) == []
+
+
+def test_a_complete_run_with_samples_is_complete_and_without_their_key_none_are_drawn(
+    run, run_dir, printed, monkeypatch
+):
+    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false", "n_examples=8")
+    monkeypatch.setattr(Evaluator, "samples", lambda *_, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("run", *settings)
+    run("run", *settings, "resume=auto", "sample_during_eval=false")  # draws none
+    assert "this run is already complete" in printed()
+    monkeypatch.undo()
+    for is_complete in (False, True):
+        run("run", *settings, "resume=auto")
+        assert ("this run is already complete" in printed()) == is_complete
+        assert len((run_dir / "samples.jsonl").read_text().splitlines()) == 4
 
 
 # --- where to continue ---------------------------------------------------------------------------------------------

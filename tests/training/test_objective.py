@@ -90,6 +90,20 @@ def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
     assert rows["offset"].to_pylist() == [example.margin for example in batch.examples]
 
 
+@pytest.mark.parametrize("loss", ["bco", "beta_dpo"])
+def test_running_averages_count_all_examples_alike(loss, make, tmp_path):
+    trainer = make("run", write_weighted(tmp_path / "pairs"), f"loss={loss}", "loss.beta=0.5")
+    trainers.updates(trainer)
+    before, batch = trainer.objective.average, trainers.next_batch(trainer)
+    table = trainer.train_step(batch).table
+    assert len({*batch.weights}) > 1
+    means = (table[f"rewards_train/{role}"].mean().item() for role in ("chosen", "rejected"))
+    options = trainer.plan.loss.options
+    value = trainer.plan.loss.running_statistic(*means, options["beta"])
+    expected = options["momentum"] * before + (1 - options["momentum"]) * value
+    assert trainer.objective.average == pytest.approx(expected, rel=1e-5)
+
+
 def lay_out_under_fsdp(rank: int, world_size: int, folder: Path) -> None:
     """Make trainers whose reference is whole, as it is by default on GPUs, and sharded."""
     sizes = ("trainer=FSDPTrainer", f"world_size={world_size}", "batch_size=4")
