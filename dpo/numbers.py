@@ -7,7 +7,7 @@ MINUS = "\N{MINUS SIGN}"
 
 def compact(value: float, digits: int = 3) -> str:
     """Write a number with `digits` significant digits; with more before the point, in full, as `12,345`."""
-    if abs(value) >= 10**digits:
+    if abs(value) >= 10**digits - 0.5:  # a number that is rounded up to 10**digits would get an exponent
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 

@@ -59,8 +59,8 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, printed):
     progress = make_progress(interval=0.0, batch_size=4)
     for _ in progress.track_updates([1], total=10, done=8):
         clock.now += 5.0
-        log(progress, 9, {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6})
-    line = "update 9/10, 36/40 examples  loss 123,457  score -12.2  2,346 ex/s, 00:05 left\n"
+        log(progress, 9, {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 999.6})
+    line = "update 9/10, 36/40 examples  loss 123,457  score -12.2  1,000 ex/s, 00:05 left\n"
     assert printed() == line  # no exponents, and no accuracy where there is none
 
 
