@@ -99,8 +99,10 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
     elif (run.path / WARNINGS_FILE).exists():  # if not, an older version ran, which recorded no warnings
         verdict += " No warnings."
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
-    # All commands but the first need a checkpoint.
-    commands = NEXT_COMMANDS if (run.path / "LATEST").exists() else NEXT_COMMANDS[:1]
+    # All commands but the first need a checkpoint, and all but the first two a model that gives answers.
+    commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
+    if not (run.path / "LATEST").exists():
+        commands = NEXT_COMMANDS[:1]
     return {
         "title": run.name,
         "about": " \N{MIDDLE DOT} ".join(about),
@@ -147,7 +149,7 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
             best = (sign * values).argmax()  # an index
             remark = f"best {format_value(values[best])} at {count(examples[best], 'example')}"
             results[label] = format_value(values[-1]), remark
-    results["Examples"] = f"{run.train.last('examples'):,.0f}", run.progress
+    results["Examples"] = f"{max(0, run.train.last('examples')):,.0f}", run.progress  # 0 also for NaN: no update yet
     speeds = run.train["examples_per_second"]
     # This sums batch_size / speed, the time of each update.
     seconds = float((number(run.setting("batch_size")) / speeds[speeds > 0]).sum())
@@ -159,7 +161,8 @@ def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
         if isinstance(gpus, list) and gpus:
             device = "GPU"
             n_devices = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
-        results[f"{device}-hours"] = figure(seconds * n_devices / 3600), count(n_devices, device)
+        if n_devices > 0:  # false for NaN, if env.json is missing
+            results[f"{device}-hours"] = figure(seconds * n_devices / 3600), count(n_devices, device)
     return results
 
 

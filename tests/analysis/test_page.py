@@ -162,10 +162,13 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])
 def test_a_run_that_has_just_begun_has_a_page(run_dir, n_lines):
     run = write_run(run_dir, lines()[:n_lines], updates=40)
-    assert "Nothing looks wrong" in page_of(run).texts["main"]
-    for name in ("config.yaml", "env.json", "preflight.json", "samples.jsonl"):
+    texts = [page_of(run).texts["main"]]
+    assert "Nothing looks wrong" in texts[0]
+    for name in ("env.json", "config.yaml", "preflight.json", "samples.jsonl"):
         (run / name).unlink()
-    assert "config.yaml is missing" in page_of(run).texts["main"]
+        texts.append(page_of(run).texts["main"])
+    assert "config.yaml is missing" in texts[-1]
+    assert not [text for text in texts if re.search("nan|unknown", text)]
 
 
 def test_all_warnings_of_all_runs_are_listed(tmp_path):
@@ -204,3 +207,6 @@ def test_the_next_commands_are_named(tmp_path):
     shown = page_of(run).texts["code"]
     assert f"dpo report '{run}' OTHER_RUN" in shown
     assert f"dpo sample '{run}'" in shown
+    reward_model = made(tmp_path / "rewards", config={"loss": {"name": "bradley_terry"}})
+    (reward_model / "LATEST").mkdir()
+    assert not re.search("dpo (sample|evaluate)", page_of(reward_model).texts["code"])  # it gives no answers
