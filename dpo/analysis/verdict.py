@@ -138,12 +138,12 @@ def _describe_scores(run: LoggedRun) -> str:
     before, now = run.means_at_ends("online/score")
     _, kl = run.means_at_ends("online/kl")
     text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(now)} now"
-    text += f", at online/kl {figure(kl)}."
+    if math.isfinite(kl):  # there is a reference
+        text += f", at online/kl {figure(kl)}"
     score = run.eval.last("online_eval/score")
     win_rate = run.eval.last("online_eval/win_rate")
-    if not math.isfinite(score):
-        return text
-    text += f" On held-out prompts it is {figure(score)}"
+    if math.isfinite(score):
+        text += f". On held-out prompts it is {figure(score)}"
     if math.isfinite(win_rate):
         n = n_evaluated(run, "prompts")
         text += f", with a win rate of {percent(win_rate)} against the reference"
@@ -179,8 +179,10 @@ def _describe_pairs(run: LoggedRun) -> str:
     else:
         counted = count(n_examples, "pair")
         verb = "gained on" if run.objective.reference else "is rated above"
-        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response {verb} "
-        text += "the rejected one"
+        share = f"{accuracy * n_examples:,.0f}"
+        if run.counted("test.effective_examples") > 0:  # pairs have weights, so the accuracy is no count
+            share = f"{percent(accuracy)} by weight"
+        text = f"In {share} of {count(n_examples, 'held-out pair')} the chosen response {verb} the rejected one"
     n = n_effective(run)
     if round(n) != n_examples:
         counted += f" (which count as {round(n):,})"

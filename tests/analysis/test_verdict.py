@@ -100,12 +100,19 @@ def test_without_answers_a_coarse_dtype_may_hide_a_change(tmp_path):
         ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
         ("sft", {}, {"examples": 6, "prompts": 6}, "from 2 to 1.5: 6 targets, too few"),
         ("simpo", {"rewards_eval/accuracies": 0.75}, {}, "rated above the rejected one"),
+        ("dpo", {"rewards_eval/accuracies": 0.9}, {"effective_examples": 200.0},
+         "In 90 % by weight of 256 held-out pairs the chosen"),
     ],
 )  # fmt: skip
 def test_every_loss_has_its_measure_of_what_is_better(tmp_path, loss, last, counts, says):
     config = {"loss": {"name": loss, "beta": 0.1}}
     verdict = judge(tmp_path, evaluation(0, 40.0), evaluation(1, 30.0, **last), config=config, **counts)
     assert says in verdict
+
+
+def test_an_online_run_without_a_reference_has_no_kl_from_it(tmp_path):
+    verdict = judge(tmp_path, update(2, **{"online/score": 1.5}))
+    assert verdict == "The mean score of the policy's answers was 1.5 at first and is 1.5 now."
 
 
 def test_an_interval_is_wilsons():
