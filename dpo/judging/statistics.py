@@ -40,12 +40,14 @@ class Summary(NamedTuple):
         """Say in sentences how often each model wins, and how small a difference this many prompts can show."""
         counts = f"{name} wins {self.wins:,}, ties {self.ties:,} and loses {self.losses:,} of {count(self.n, 'prompt')}"
         text = f"{counts} against {other}: win rate {self.rate}. "
-        needed = f"{count(self.missing, 'more prompt')} would show one that is {100 * SMALLEST_SHOWN:.0f} points away"
-        if self.n < FEWEST:
-            return f"{text}That is too few to say much; {needed} from 50 %."
-        text += f"This many can show a rate that is {100 * self.smallest:.0f} points or more away from 50 %"
+        needed = ""
         if self.missing:
-            text += f"; {needed}"
+            more = count(self.missing, "more prompt")
+            needed = f"; {more} would show a rate {100 * SMALLEST_SHOWN:.0f} points away from 50 %"
+        if self.n < FEWEST:
+            return f"{text}That is too few to say much{needed}."
+        points = count(math.ceil(100 * self.smallest), "point")
+        text += f"This many can show a rate {points} or more away from 50 %{needed}"
         if self.controlled is None:
             needs = f"{FEWEST_FOR_LENGTH} prompts, on some of which each model has the longer answer"
             return f"{text}. No length-controlled rate, which needs {needs}."

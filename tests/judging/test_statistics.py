@@ -29,6 +29,15 @@ def test_wins_ties_and_losses_are_counted_and_a_tie_is_half_a_win():
     assert "a wins 2, ties 1 and loses 2 of 5 prompts against b: win rate 50 %" in summary.describe("a", "b")
 
 
+def test_what_so_many_prompts_show_is_in_whole_points_and_none_more_are_asked_for_if_enough():
+    def describe(n_ties: int, score: float) -> str:
+        return summarize_verdicts([0.5] * n_ties + [score], [(1, 1)] * (n_ties + 1)).describe("a", "b")
+
+    assert describe(8, 0.75).endswith("That is too few to say much.")
+    assert "many can show a rate 1 point or more away from 50 %. At" in describe(99, 0.75)
+    assert describe(8, 1).endswith("much; 13 more prompts would show a rate 10 points away from 50 %.")
+
+
 def test_the_interval_covers_the_truth_about_95_times_in_100():
     covered = 0
     for seed in range(300):
