@@ -37,6 +37,7 @@ class Progress(Callback):
     def __init__(self, plan: Plan, *, silent: bool):
         self.interval = plan.run.minimum_log_interval_secs
         self.batch_size = plan.data.batch_size
+        self.reference = plan.reference  # None: the loss has no reference
         self.silent = silent
         self.show_bar = not silent and sys.stdout.isatty()
         self._bars: list[tqdm.tqdm] = []  # one for each running task; each task runs inside the one before it
@@ -77,7 +78,7 @@ class Progress(Callback):
         lines = [f"evaluation after {count(evaluation.n_examples, 'example')}:"]
         for name, value in evaluation.metrics.items():
             lines.append(f"  {name:<{width}}  {value:>10.5g}")
-        if evaluation.n_updates == 0 and evaluation.metrics.get("rewards_eval/accuracies") == 0:
+        if self.reference and evaluation.n_updates == 0 and evaluation.metrics.get("rewards_eval/accuracies") == 0:
             lines.append("  (before the first update policy and reference are equal: each pair is a tie, counted as 0)")
         self.line("\n".join(lines))
 

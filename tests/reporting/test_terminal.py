@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpo.reporting import terminal
-from dpo.reporting.events import Update
+from dpo.reporting.events import Evaluation, Update
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import make_plan
 
@@ -35,8 +35,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1) -> Progress:
-    plan = make_plan({"minimum_log_interval_secs": interval, "batch_size": batch_size})
+def make_progress(*, interval: float, silent: bool = False, batch_size: int = 1, loss: str = "dpo") -> Progress:
+    plan = make_plan({"minimum_log_interval_secs": interval, "batch_size": batch_size, "loss.name": loss})
     return Progress(plan, silent=silent)
 
 
@@ -93,6 +93,12 @@ def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, p
         "sample 1/2, token 20/60, 00:40 left",
         "sample 1/2, token 40/60, 00:50 left",
     ]
+
+
+@pytest.mark.parametrize(("loss", "ties"), [("dpo", True), ("simpo", False), ("bradley_terry", False)])
+def test_an_accuracy_of_0_before_training_is_explained_by_ties_only_where_there_is_a_reference(loss, ties, printed):
+    make_progress(interval=1.0, loss=loss).on_evaluation(Evaluation(0, 0, {"rewards_eval/accuracies": 0.0}))
+    assert ("policy and reference are equal" in printed()) == ties
 
 
 def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
