@@ -2,7 +2,7 @@
 
 import subprocess
 
-from dpo.errors import WarningLine
+from dpo.errors import WarningLine, one_sentence
 from dpo.reporting.events import Callback, RunContext
 from dpo.system.host import python_process_options
 from dpo.system.run_directory import REPORT
@@ -29,7 +29,11 @@ class ReportWriter(Callback):
                 timeout=LONGEST_SECS,
                 check=True,
             )
-            self.log(f"report: {page}")
+        except OSError as error:  # the process could not start
+            why = one_sentence(error)
         except subprocess.SubprocessError as error:
             why = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2] or "it took too long"
-            self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))
+        else:
+            self.log(f"report: {page}")
+            return
+        self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))

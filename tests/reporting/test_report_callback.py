@@ -1,5 +1,7 @@
 """`report=true` writes a report at a run's end, and never fails it."""
 
+import sys
+
 import pytest
 
 from dpo.reporting import report
@@ -10,11 +12,17 @@ from dpo.settings.plan import make_plan
 
 @pytest.mark.parametrize(
     ("program", "why"),
-    [("raise ValueError('no ink')", "ValueError: no ink"), ("import time; time.sleep(60)", "it took too long")],
+    [
+        ("raise ValueError('no ink')", "ValueError: no ink"),
+        ("import time; time.sleep(60)", "it took too long"),
+        ("", "[Errno 2] No such file or directory: '/nowhere'"),  # no process can start
+    ],
 )
 def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program, why, run_dir, tmp_path, monkeypatch):
     (tmp_path / "dpo" / "analysis").mkdir(parents=True)
     (tmp_path / "dpo" / "analysis" / "page.py").write_text(program)
+    if not program:
+        monkeypatch.setattr(sys, "executable", "/nowhere")
     for package in ("dpo", "dpo/analysis"):  # else Python takes ours
         (tmp_path / package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
