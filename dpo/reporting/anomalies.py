@@ -99,3 +99,9 @@ class CollapseWarner(Callback):
         if not self._has_warned and (evidence := find_collapse(read_run(self.run_dir))):
             self._has_warned = True
             self.log(WarningLine(f"the run has collapsed: {evidence}; {COLLAPSE_ADVICE}"))
+
+    def state_dict(self) -> dict:
+        return {"has_warned": self._has_warned}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self._has_warned = state.get("has_warned", False)

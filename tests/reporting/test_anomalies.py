@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.faults import SHARDED
-from support.records import context_in, evaluation, rewards, update, write_run
+from support.records import context_in, evaluation, rewards, start, update, write_run
 from support.runs import list_updates, read_metrics, read_rows, train
 
 from dpo.checkpoint.files import read_state
@@ -75,7 +75,7 @@ def test_every_rank_stops(command, run_dir):
     assert len((run_dir / "nonfinite-2" / "train.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, printed):
+def test_a_run_that_collapses_is_told_once_with_what_to_try_also_if_it_is_resumed(tmp_path, printed):
     warner = CollapseWarner(context_in(tmp_path))
 
     def evaluate(margin: float, loss: float) -> str:
@@ -88,5 +88,7 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try(tmp_path, printed):
     assert evaluate(0, 0.6) == ""
     told = "warning: the run has collapsed: loss/train 20 now, 0.69 at the start; it seldom recovers: start again with"
     assert evaluate(-9, 20.0).startswith(told)
+    assert evaluate(-9, 20.0) == ""
+    warner = start(CollapseWarner(context_in(tmp_path)), warner.state_dict())
     assert evaluate(-9, 20.0) == ""
     assert list(CALLBACKS).index("files") < list(CALLBACKS).index("collapse")  # which reads what that has written
