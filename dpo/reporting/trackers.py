@@ -21,6 +21,7 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 class TensorBoardLogger(Callback):
     _n_examples = -1  # trained on at the last event; -1 before the first one
+    _writer: Any = None  # until `on_start`; a checkpoint may be saved earlier
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -47,7 +48,8 @@ class TensorBoardLogger(Callback):
             self._writer.add_scalar(name, value, n_examples)
 
     def state_dict(self) -> dict:
-        self._writer.flush()
+        if self._writer:
+            self._writer.flush()
         return {"examples": self._n_examples}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -64,7 +66,7 @@ class WandbLogger(Callback):
     Once W&B has started, a run never fails because of it, and waits for it only at the end: unsent data stays on disk.
     """
 
-    _run_id: str | None = None  # the W&B run to continue
+    _run_id: str | None = None  # the W&B run, before `on_start` the one to continue
     _last_train_time = float("-inf")  # when training metrics were last sent
     _best_quality = float("-inf")  # among the evaluations after the first update
     _is_disabled = False
@@ -102,6 +104,7 @@ class WandbLogger(Callback):
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
+        self._run_id = self.run.id
         # Plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back.
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
@@ -177,7 +180,7 @@ class WandbLogger(Callback):
 
     def state_dict(self) -> dict:
         """Return the W&B run's id, and the run's directory: only a run in this directory may continue the W&B run."""
-        return {"wandb_id": self.run.id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
+        return {"wandb_id": self._run_id, "run_dir": str(self.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping) -> None:
         # A run that continues another run's checkpoint gets a W&B run of its own.

@@ -77,7 +77,9 @@ def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(st
 
 def test_a_resumed_run_continues_its_wandb_run_and_another_run_does_not(start):
     state = start().state_dict()
-    assert start(state=state).run.given["id"] == "id"
+    resumed = start(state=state)
+    assert resumed.run.given["id"] == "id"
+    assert resumed.state_dict() == state
     assert start(state=state | {"run_dir": "/elsewhere"}).run.given["id"] is None
 
 

@@ -87,6 +87,13 @@ def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, 
     assert set(flatten(trainer.config)) == composed <= KEYS.keys() | {"dataset_sources"}
 
 
+def test_a_trainer_can_save_before_it_trains(tiny_llama, run_dir):
+    loggers = {"wandb": {"enabled": True}, "tensorboard": {"enabled": True}}
+    config = OmegaConf.create(reference_config(**loggers))
+    BasicTrainer(copy.deepcopy(tiny_llama), config, 0, run_dir, tiny_llama).save()
+    assert (run_dir / "LATEST" / "policy.pt").is_file()
+
+
 # --- tokenizers ----------------------------------------------------------------------------------------------------
 
 
