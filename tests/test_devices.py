@@ -275,3 +275,10 @@ def test_memory_that_runs_out_inside_a_library_gets_the_same_advice(error, monke
     )
     with advice, explain_memory_error(None, None), explaining_library(ValueError):
         raise error
+
+    def run_out_again(plan: None, data: None) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(memory, "predict", run_out_again)
+    with pytest.raises(RunError, match=r"^out of memory: try a larger"), explain_memory_error(None, None):
+        raise error

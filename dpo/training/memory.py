@@ -391,8 +391,14 @@ def explain_memory_error(plan: Plan, data: TrainingData) -> Iterator:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        memory, _ = predict(plan, data)
-        raise RunError(
-            f"out of memory: a process needs about {memory.total() / 1e9:.2f} GB, and its device has "
-            f"{_find_available(plan) / 1e9:.2f} GB; try {WAYS_TO_SAVE} ({one_sentence(error)[:200]})"
-        ) from error
+        needs = ""
+        try:
+            memory, _ = predict(plan, data)
+            needs = (
+                f"a process needs about {memory.total() / 1e9:.2f} GB, and its device has "
+                f"{_find_available(plan) / 1e9:.2f} GB; "
+            )
+        except (MemoryError, RuntimeError) as another:
+            if not is_memory_error(another):  # else there is too little memory even to predict it
+                raise
+        raise RunError(f"out of memory: {needs}try {WAYS_TO_SAVE} ({one_sentence(error)[:200]})") from error
