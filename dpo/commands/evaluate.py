@@ -36,10 +36,11 @@ from dpo.judging.server import Server
 from dpo.judging.statistics import find_rate, summarize_verdicts
 from dpo.models.answers import Sampling, format_for_readers
 from dpo.models.generation import LoadedModel, load_for_generation
-from dpo.models.paths import ModelPath, find_model
+from dpo.models.paths import CONFIG, ModelPath, find_model
 from dpo.numbers import count, percent
 from dpo.redaction import redact
 from dpo.system.host import is_installed, python_process_options
+from dpo.system.plain_files import read_json
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
@@ -251,11 +252,16 @@ def run_lm_eval(options: Any) -> None:
     )
     # lm-eval reads a checkpoint's export, as it cannot read a policy.pt.
     model = source.policy_file.parent / EXPORTED if source.policy_file else Path(options.model)
-    if (source.policy_file and not model.exists()) or "," in str(model):  # lm-eval splits its arguments at commas
-        raise InputError(f"{model} cannot be evaluated: run dpo export {options.model} DIR, and evaluate DIR")
-    arguments = f"pretrained={model},trust_remote_code={options.trust_remote_code}"
-    if (model / "adapter_config.json").exists():
-        arguments = f"pretrained={source.name},peft={model}"
+    base = model
+    peft = ""
+    if (model / CONFIG).exists():  # an adapter, whose base may be the export of another run
+        base = read_json(model / CONFIG)["base_model_name_or_path"]
+        peft = f",peft={model}"
+    if (source.policy_file and not model.exists()) or "," in f"{base}{model}":  # lm-eval splits its arguments at commas
+        raise InputError(
+            f"{model} cannot be evaluated: run dpo export {options.model} DIR, for LoRA with --merge, and evaluate DIR"
+        )
+    arguments = f"pretrained={base}{peft},trust_remote_code={options.trust_remote_code}"
     out = find_folder(options, source) / "lm-eval"
     command = ["lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", options.lm_eval]
     command += ["--output_path", str(out), "--batch_size", str(options.batch_size)]

@@ -9,13 +9,14 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.formats import WITH_TOOLS
 from support.models import save_reward_model
 from support.pytests import refused
-from support.runs import TINY, make_environment, read_rows, write_rows
+from support.runs import TINY, change_json, make_environment, read_rows, write_rows
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
@@ -228,6 +229,19 @@ def test_lm_eval_runs_a_task_of_ones_own_on_the_exported_model(copied, tmp_path)
     assert main([str(run_dir), "--lm-eval", "where", "--include-path", str(tmp_path / "tasks")]) == 0
     [file] = (run_dir / "evaluation" / "lm-eval").rglob("results_*.json")
     assert read_json(file)["results"]["where"]["acc,none"] in (0, 1)
+
+
+def test_lm_eval_gets_an_adapter_with_the_base_that_it_was_trained_on(copied, run, tmp_path, monkeypatch):
+    base = copied("sft", "loss=sft", "export=true") / "step-24" / "hf"
+    run("lora", "lora=lora", f"model.archive={tmp_path}/sft/LATEST", "n_examples=4", "export=true")
+    given = []
+    monkeypatch.setattr(subprocess, "run", lambda args, **_: given.append(args) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr("dpo.commands.evaluate.is_installed", lambda package: True)
+    assert main([str(tmp_path / "lora"), "--lm-eval", "where", "--trust-remote-code"]) == 0
+    adapter = tmp_path / "lora" / "step-4" / "hf"
+    assert f"pretrained={base},peft={adapter},trust_remote_code=True" in given[0]
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="first,second")
+    assert main([str(tmp_path / "lora"), "--lm-eval", "where"]) == 2  # lm-eval would split the name
 
 
 @pytest.mark.parametrize("option", ["--seed -1", "--top-k -3", "--max-new-tokens 0", "--temperature nan", "--top-p 2"])
