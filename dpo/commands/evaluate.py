@@ -110,6 +110,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
         written = shlex.join(["dpo", "evaluate", *arguments])
         written = re.sub(r"(--j\w*[ =])human\b", r"\1verdicts:verdicts.jsonl", written)
+        written = re.sub(r" '?--lm[\w-]*[ =]\S+", "", written)  # its tasks have run
         print(f"then: {redact(written)}")
         return
     verdicts = judge(pairs)
