@@ -16,6 +16,7 @@ from dpo.data.prompt_forms import make_chat
 from dpo.data.schema import Prompt, naming_place
 from dpo.data.sources import load_rows
 from dpo.data.table import number_prompts
+from dpo.data.tokenization import list_end_strings, remove_special_tokens
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import make_adapter_context
 from dpo.models.answers import Answer, Sampling, TokenIds, format_for_readers, generate, list_end_tokens
@@ -79,10 +80,14 @@ def list_labelled(prompts: list[Prompt], tokenizer: Any) -> list[Pair]:
     for prompt in prompts:
         texts = prompt.texts(0)
         if {"chosen", "rejected"} <= texts.keys():
-            # Token ids are left out, as no judge reads them.
-            chosen = Answer(texts["chosen"], (), ended=True)
-            rejected = Answer(texts["rejected"], (), ended=True)
-            pairs.append(Pair(prompt, format_for_readers(prompt, prompt.text, tokenizer), chosen, rejected))
+            answers = []
+            for text in (texts["chosen"], texts["rejected"]):
+                # Of the token ids, judges read only the end token's.
+                ends = [token for token in list_end_strings(tokenizer) if text.endswith(token)]
+                tokens = tuple(tokenizer.convert_tokens_to_ids(ends))
+                # Answers that are drawn have no special tokens in their text.
+                answers.append(Answer(remove_special_tokens(text, tokenizer), tokens, ended=True))
+            pairs.append(Pair(prompt, format_for_readers(prompt, prompt.text, tokenizer), *answers))
     return pairs
 
 

@@ -8,23 +8,28 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.formats import WITH_TOOLS
+from support.formats import ASK, SKY, WITH_TOOLS, assistant, encode
 from support.models import save_reward_model
 from support.pytests import refused
 from support.runs import TINY, change_json, make_environment, read_rows, write_rows
+from support.templates import BEGIN, make
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpo.commands.evaluate import main
 from dpo.commands.sample import main as sample
+from dpo.data.custom import get_custom
 from dpo.data.schema import Prompt
-from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_for
+from dpo.data.table import number_prompts
+from dpo.judging.answers import ANSWER_FORM, ANSWER_MARK, encode_for, list_labelled
 from dpo.judging.page import check_files
 from dpo.models.generation import LoadedModel
+from dpo.models.scoring import POLICY_FORMAT, RewardModel
 from dpo.system.host import is_installed
 from dpo.system.plain_files import JsonLinesStore, read_json
 
@@ -123,6 +128,19 @@ def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     model = LoadedModel("first", None, chat(WITH_TOOLS), "chat")
     with refused(r"the prompt 'Say <.*>': content of .* has the control token '<\|endoftext"):
         encode_for(model, Prompt("Say <|endoftext|>", [], []), None, n_new=8)
+
+
+def test_labelled_responses_are_judged_as_answers_are_and_rewarded_as_in_training(chat, tiny_llama):
+    tokenizer = chat(make(BEGIN + "{{ m.content }}<end>\n"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.end_tokens = ["<end>"]
+    row = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Red.")]}
+    read = partial(get_custom, [row], "mine", tokenizer)
+    [pair] = list_labelled(list(number_prompts([("mine", read())])), tokenizer)
+    assert (pair.first.text, pair.second.text) == ("Blue.", "Red.")  # what is drawn has no special tokens
+    reward_model = RewardModel(tiny_llama, tokenizer, rows=1, form=POLICY_FORMAT)
+    [example] = encode(read(), tokenizer)
+    assert reward_model.encode(pair.prompt, pair.first)["input_ids"] == [*example.prompt, *example.responses[0]]
 
 
 @pytest.mark.parametrize(
