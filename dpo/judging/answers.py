@@ -141,8 +141,9 @@ def draw_answers(
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
                 question = format_for_readers(prompts[i], prompts[i].text, loaded.tokenizer)
-                answer = {"answer": new.text, "tokens": new.tokens, "ended": new.ended}
-                store.add(keys[i], model=loaded.name, prompt=question, **answer)
+                store.add(
+                    keys[i], model=loaded.name, prompt=question, answer=new.text, tokens=new.tokens, ended=new.ended
+                )
             bar.update(len(batch))
     lines = [store.lines[key] for key in keys]
     return [Answer(line["answer"], tuple(line["tokens"]), line["ended"]) for line in lines]

@@ -120,7 +120,7 @@ class WandbLogger(Callback):
         try:
             # `prompt=False`: else `login` asks for a key on a terminal. Modes other than online need no key.
             if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
-                run = init(mode=None)
+                run = init()
                 print(f"W&B: {run.url or run.dir}")
                 return run
         except wandb.Error as error:
@@ -173,10 +173,8 @@ class WandbLogger(Callback):
             call(*arguments)
         except self._errors as error:
             self._is_disabled = True
-            warning = (
-                f"W&B logging disabled after an error ({type(error).__name__}: {error}); metrics.jsonl is complete"
-            )
-            print(WarningLine(warning), flush=True)
+            problem = f"W&B logging disabled after an error ({type(error).__name__}: {error})"
+            self.log(WarningLine(f"{problem}; metrics.jsonl is complete"))
 
     def state_dict(self) -> dict:
         """Return the W&B run's id, and the run's directory: only a run in this directory may continue the W&B run."""

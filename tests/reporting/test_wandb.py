@@ -166,7 +166,7 @@ def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatc
         Settings=lambda **_: None,
         Error=OSError,
         login=lambda prompt: asked.append(prompt) or has_key,
-        init=lambda mode, **_: given.append(mode) or Stub(tmp_path, {}),
+        init=lambda mode=None, **_: given.append(mode) or Stub(tmp_path, {}),
     )
     WandbLogger._start(wandb, {})
     needs_key = mode in (None, "online")
