@@ -161,7 +161,6 @@ class PartCopy(NamedTuple):
     name: str
     state: Any  # what rank 0 writes to NAME.pt
     own: Parts  # this process's parts of its tensors
-    files: Mapping[str, bytes]  # further files that rank 0 writes
 
 
 # --- saving and restoring ------------------------------------------------------------------------------------------
@@ -243,6 +242,7 @@ class Checkpoints:
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
+            del state  # freed before the next one is gathered
 
     # --- sharded checkpoints ---------------------------------------------------------------------------------------
 
@@ -251,34 +251,38 @@ class Checkpoints:
 
         Without memory for the copies of all parts, training waits, and one part at a time is copied and written.
         """
-        # Whole parts come first: gathering them is a collective, and no process should wait there while others write.
-        parts = sorted(parts, key=lambda part: not part.is_always_whole)
         call = name_call("a checkpoint")
-        n_bytes = sum(count_own_bytes(part.find_state()) for part in parts if not part.is_always_whole)
+        # Whole parts are gathered here, as another thread must call no collective.
+        whole_parts = [part for part in parts if part.is_always_whole]
+        whole = copy.deepcopy(list(self._gather(whole_parts)))  # what was whole before is not a copy yet
+        others = [part for part in parts if not part.is_always_whole]
+        n_bytes = sum(count_own_bytes(part.find_state()) for part in others)
         n_bytes *= math.ceil(self.mesh.world_size / count_machines())  # for all processes of a machine
         _, n_free = host_memory()
-        copies: Iterable[PartCopy] = map(self._copy, parts)  # lazy: a part is copied when the next copy is taken
+        copies: Iterable[PartCopy] = map(self._copy, others)  # lazy: a part is copied when the next copy is taken
         has_memory = not self.mesh.any(n_bytes > n_free)
         if has_memory:
             copies = list(copies)
-        self._saving = self._thread.submit(self._write_shards, call, directory, copies, write)
+        self._saving = self._thread.submit(self._write_shards, call, directory, whole, copies, write)
         if not has_memory:
             self.wait()
             self.log(f"training waited for the save, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
 
     def _copy(self, part: Part) -> PartCopy:
-        """Copy a part: gathered on rank 0 if it is always whole, otherwise with this process's parts of tensors."""
-        if part.is_always_whole:
-            state = copy.deepcopy(part.gather())  # what was whole before is not a copy yet
-            return PartCopy(part.name, state, {}, part.convert(state) if self.mesh.rank == 0 else {})
+        """Copy a part that is not always whole, with this process's parts of its tensors."""
         own: Parts = {}
         state = take_parts(part.find_state(), part.name, own, self.mesh)
-        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own, {})
+        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own)
 
     def _write_shards(
-        self, call: str, directory: Path, copies: Iterable[PartCopy], write: Callable[[Iterable], str]
+        self,
+        call: str,
+        directory: Path,
+        whole: Iterable[tuple],
+        copies: Iterable[PartCopy],
+        write: Callable[[Iterable], str],
     ) -> str:
-        """Write the copies, and return a message for the user once the checkpoint is complete.
+        """Write the `whole` states and the copies, and return a message for the user once the checkpoint is complete.
 
         Rank 0 alone calls `write`. As the main thread may train, this calls no collective: the ranks communicate
         through the store, under keys that begin with `call` (from `name_call`).
@@ -294,10 +298,11 @@ class Checkpoints:
             """Yield the `states` for `write_checkpoint`: those that rank 0 has copied, and the shards of every rank."""
             # This runs when `write_checkpoint` takes the first state, once it has made the directory.
             announce(f"{call} begins")
+            yield from whole
             for part in copies:
                 yield part.name, part.state
-                yield from part.files.items()
                 yield from write_own(part)
+                del part  # freed before the next one is copied
             for other in range(1, size):
                 for name, facts in json.loads(wait_for(f"{call}, files of rank {other}")):
                     yield name, WrittenFile(facts)
@@ -307,7 +312,10 @@ class Checkpoints:
             announce(f"{call} is complete", message)
             return message
         wait_for(f"{call} begins")  # from then on, the directory is there
-        written = [file for part in copies for file in write_own(part)]
+        written = []
+        for part in copies:
+            written += write_own(part)
+            del part  # as on rank 0
         announce(f"{call}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
         return wait_for(f"{call} is complete")
 

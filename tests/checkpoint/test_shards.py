@@ -1,10 +1,11 @@
 """A sharded checkpoint has all parts of all tensors once, however they are divided."""
 
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -101,6 +102,41 @@ def test_a_whole_part_has_its_further_files(checkpoints, tmp_path):
     checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
     checkpoints.finish()
     assert (tmp_path / "step-8" / "adapter.txt").read_text() == "as PEFT has it"
+
+
+class State:
+    """A state, or a copy of one, that is counted while it is held."""
+
+    held: ClassVar = weakref.WeakSet()
+
+    def __new__(cls) -> "State":
+        state = super().__new__(cls)
+        cls.held.add(state)
+        return state
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_save_without_memory_holds_one_part_at_a_time(sharded, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "host_memory", lambda: (100, -1))
+    checkpoints.sharded = sharded
+
+    def state_dict() -> State:
+        assert not State.held
+        return State()
+
+    parts = [Part(name, SimpleNamespace(state_dict=state_dict)) for name in ("policy", "optimizer", "trainer")]
+    checkpoints.save(parts, step_idx=8, metrics=None, quality=None, facts={})
+    assert len(list((tmp_path / "step-8").glob("*.pt"))) == 3
+
+
+def test_whole_parts_are_gathered_in_the_main_thread_also_without_memory(checkpoints, monkeypatch, tmp_path):
+    monkeypatch.setattr(saver, "host_memory", lambda: (100, -1))
+    threads = []
+    part = ConvertedPart("random", SimpleNamespace(state_dict=lambda: threads.append(threading.current_thread())))
+    monkeypatch.setattr(part, "convert", lambda state: {})
+    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
+    assert (tmp_path / "step-8" / "random.pt").exists()
+    assert threads == [threading.main_thread()]
 
 
 def test_a_save_that_fails_ends_the_run_at_its_next_update(checkpoints, monkeypatch, tmp_path):
