@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_any
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,8 @@ from dpo.checkpoint.files import (
     write_shard,
 )
 from dpo.checkpoint.shards import SHARD
-from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
+from dpo.errors import explaining_library, one_sentence
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optimizer, optimizer_state, take_parts
 from dpo.system.host import host_memory
 from dpo.system.launching import count_machines
@@ -143,16 +144,23 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore; raise InputError if the frozen weights have changed."""
-        if is_rank_0() and state["reference"] != self._frozen_digest:
-            raise InputError(
-                "the reference or base model has changed since the checkpoint: restore its files "
-                "(model.name_or_path, model.archive), or start a new run"
-            )
+        """Restore all but the digest, which `dpo.models.loading` compares."""
         for counter in COUNTERS:
             setattr(self, counter, state[counter])
         for name, stateful in self._states.items():
             stateful.load_state_dict(state[name])
+
+
+def read_frozen_digest(checkpoint: Path) -> str | None:
+    """Return the digest of frozen weights that a `RunState` has saved; raise DamagedCheckpoint if it has not."""
+    file = checkpoint / "trainer.pt"
+    with _explaining_state(file):
+        return read_state(file)["reference"]
+
+
+def _explaining_state(file: Path) -> AbstractContextManager:
+    wrong = f"{file} does not hold the state of a run"
+    return explaining_library(lambda why: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}"))
 
 
 class PartCopy(NamedTuple):
@@ -345,8 +353,7 @@ class Checkpoints:
         """Restore the parts; every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
-            wrong = f"{file} does not hold the state of a run"
-            with explaining_library(lambda why, wrong=wrong: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}")):
+            with _explaining_state(file):
                 part.restore(read_state(file) if self.mesh.rank == 0 else None)
 
     def state_dict(self) -> dict:

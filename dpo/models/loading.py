@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dpo.checkpoint.saver import read_frozen_digest
 from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, base_weights, load_adapter
 from dpo.models.logprobs import install_scalar_head
@@ -183,18 +184,19 @@ def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any,
     if plan.reference == "adapter":
         adapters[REFERENCE] = start.adapter
     is_reference = plan.lora is not None and plan.reference != "model"
-    model, digest = _load_on_all_ranks(policy, plan, adapters, is_reference=is_reference)
+    model, digest = _load_on_all_ranks(policy, plan, adapters, resume_from, is_reference=is_reference)
     if plan.lora and (start.archive is not None or not plan.model.random_init):
         base = resolve_name(str(start.archive or plan.model.name_or_path))
         model.adapter_configs[POLICY]["base_model_name_or_path"] = base
     return model, digest
 
 
-def load_reference(reference: Any, plan: Plan) -> tuple[Any, str | None]:
+def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
     """Load a separate reference, as `load_policy` does; the digest is None if the reference will follow the policy."""
     directory = find_start(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    model, digest = _load_on_all_ranks(reference, plan, adapters, is_reference=plan.follow_every is None)
+    is_frozen = plan.follow_every is None
+    model, digest = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=is_frozen)
     return model.eval().requires_grad_(False), digest
 
 
@@ -202,13 +204,14 @@ def _load_on_all_ranks(
     model_or_loader: Any,
     plan: Plan,
     adapters: dict[str, Path | None],
+    resume_from: Path | None,
     *,
     is_reference: bool,
 ) -> tuple[Any, str | None]:
     """Load the model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
 
     A model in place of a function that loads one is not loaded. The digest is None unless `is_reference`, and on all
-    ranks but 0.
+    ranks but 0. Raises InputError if the checkpoint `resume_from` has another one.
     """
     original = model_or_loader
     if not isinstance(original, torch.nn.Module):
@@ -229,8 +232,16 @@ def _load_on_all_ranks(
                 block.compile(dynamic=True, options={"fallback_random": True})
         if not is_reference or not is_rank_0():
             return None
-        adapter = REFERENCE if REFERENCE in adapters else None
-        return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
+        facts = (plan.model.autocast or plan.reference_dtype, REFERENCE if REFERENCE in adapters else None)
+        digest = model_digest(model, *facts, with_config=False)
+        if resume_from:
+            recorded = read_frozen_digest(resume_from)
+            if recorded != digest and recorded != model_digest(model, *facts):  # earlier versions hashed the config too
+                raise InputError(
+                    "the reference or base model has changed since the checkpoint: restore its files "
+                    "(model.name_or_path, model.archive), or start a new run"
+                )
+        return digest
 
     return model, after_rank_0("a model's adapters", adapt_and_hash)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpo.checkpoint.resume import find_model_facts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, WarningLine, one_sentence
@@ -461,7 +462,8 @@ class Objective:
         """
         reference = self.reference
         logps = reference.logps
-        path = logps.find_path(folder, reference.digest)
+        facts = find_model_facts(reference.model.config)
+        path = logps.find_path(folder, f"{reference.digest} {sorted(facts.items())}")
         stored = logps.table
         if self.mesh.rank == 0 and path.exists():
             stored = read_logps(path, stored.shape)

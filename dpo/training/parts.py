@@ -51,7 +51,7 @@ class TrainerParts(RunState):
         self.frozen_whole = agree_on_frozen_weights(plan, mesh, self.progress)
         policy, reference = self._find_models(models, resume_from)
         policy, frozen_digest = self._make_policy(policy, resume_from)
-        reference = self._make_reference(reference, policy, frozen_digest)
+        reference = self._make_reference(reference, policy, frozen_digest, resume_from)
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
         self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
@@ -140,7 +140,9 @@ class TrainerParts(RunState):
         policy = place(plan, policy, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.compute_dtype)
         return policy, frozen_digest
 
-    def _make_reference(self, reference: Any, policy: Any, frozen_digest: str | None) -> Reference | None:
+    def _make_reference(
+        self, reference: Any, policy: Any, frozen_digest: str | None, resume_from: Path | None
+    ) -> Reference | None:
         """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
         plan = self.plan
         n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()  # rows of the cache, one for each example
@@ -156,7 +158,7 @@ class TrainerParts(RunState):
             if plan.reference == "model":
                 raise InputError(f"loss={plan.loss.name} needs a reference model")
             return None
-        model, digest = load_reference(reference, plan)
+        model, digest = load_reference(reference, plan, resume_from)
         model = place(plan, model, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.reference_dtype)
         return Reference(model, digest, logps)
 

@@ -55,9 +55,9 @@ class ReferenceLogps:
         if state["identity"] == self.identity and logps.shape == self.table.shape:
             self.table = logps.astype(np.float64)
 
-    def find_path(self, folder: str, reference_digest: str | None) -> Path:
-        """Return the path of the file for a reference with this digest and for these examples; it may not exist."""
-        facts = repr((reference_digest, self.identity, self.table.shape))
+    def find_path(self, folder: str, reference: str) -> Path:
+        """Return the path of the file for these examples and the reference that a text describes; it may not exist."""
+        facts = repr((reference, self.identity, self.table.shape))
         name = hashlib.sha256(facts.encode()).hexdigest()
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
@@ -79,7 +79,7 @@ class Reference:
     """
 
     model: nn.Module | None
-    digest: str | None  # see `model_digest`; on rank 0 only
+    digest: str | None  # see `model_digest`, without the config; on rank 0 only
     logps: ReferenceLogps
     in_use: Callable[[], AbstractContextManager] = nullcontext
 
