@@ -175,13 +175,16 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
 
     Raises InputError if there are none.
     """
-    names = [block_name] if block_name else sorted(model._no_split_modules or ())
-    if not names:
+    names = model._no_split_modules or ()
+    if block_name:
+        names = {get_block_class_from_model(model, block_name).__name__}
+    # A text model may declare blocks of the images' or the sound's part, which it lacks.
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
         raise InputError(
             f"{type(model).__name__} does not declare its transformer blocks; set model.block_name to their class"
         )
-    classes = tuple(get_block_class_from_model(model, name) for name in names)
-    return [module for module in model.modules() if isinstance(module, classes)]
+    return blocks
 
 
 def _replace_tensors(

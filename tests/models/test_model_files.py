@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import yaml
 from support.models import build
+from support.pytests import refused
 from support.runs import ROOT
 
 from dpo.parallel.sharding import find_blocks
@@ -47,3 +48,12 @@ def test_a_file_names_the_class_of_the_models_blocks(name):
     assert content.keys() == {"defaults", "name_or_path", "block_name"}
     in_bfloat16 = family in MADE_IN_BFLOAT16 and name != "llama7b"  # of the reference, as it was
     assert content["defaults"] == [TO_BUILD_ON[in_bfloat16], "_self_"]
+
+
+def test_without_a_name_blocks_are_those_declared_classes_that_the_model_has(monkeypatch):
+    model = build("llama", on_meta=True)
+    monkeypatch.setattr(model, "_no_split_modules", {"LlamaDecoderLayer", "VisionBlock"})  # as Qwen 3.5's text model
+    assert find_blocks(model, None) == [*model.model.layers]
+    monkeypatch.setattr(model, "_no_split_modules", {"VisionBlock"})
+    with refused("LlamaForCausalLM does not declare its transformer blocks"):
+        find_blocks(model, None)
