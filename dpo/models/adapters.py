@@ -22,7 +22,7 @@ from dpo.errors import InputError, needing
 from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.paths import CONFIG, explaining_adapter
 from dpo.models.published import Tensors, rename_layers
-from dpo.models.quantization import Linear4bit
+from dpo.models.quantization import Linear4bit, is_linear, list_linear
 from dpo.parallel.sharding import full_state, local_tensor, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
@@ -226,11 +226,13 @@ def add_adapter(
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     """List the full names of the layers that `targets` name; InputError if one is missing or cannot be adapted."""
+    if targets in AUTO:
+        names = [name.removesuffix(".base_layer") for name in list_linear(model)]
+        if not names:
+            raise InputError(f"{source}=auto finds no linear layers in {type(model).__name__}: use lora=none")
+        return names
     # The name of an adapted layer is mapped to its base layer, which `named_modules` lists after it.
     layers = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
-    if targets in AUTO:
-        head = model.get_output_embeddings()
-        return [name for name, layer in layers.items() if _is_linear(layer) and layer is not head]
     # The dot before the name keeps the target `q_proj` from matching `my_q_proj`.
     ends = tuple(f".{target}" for target in targets)
     missing = [end[1:] for end in ends if not any(f".{name}".endswith(end) for name in layers)]
@@ -240,17 +242,12 @@ def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
     for name in names:
         layer = layers[name]
         # A merge into a layer that is tied to the embedding would change the embedding too.
-        if not _is_linear(layer) or layer.weight is model.get_input_embeddings().weight:
+        if not is_linear(layer) or layer.weight is model.get_input_embeddings().weight:
             raise InputError(
                 f"{source} names a layer of class {type(layer).__name__} that is not linear, is the scalar head, or is "
                 f"tied to the embedding: leave it out"
             )
     return names
-
-
-def _is_linear(layer: Any) -> bool:
-    """Return whether a layer is linear; subclasses that override `forward`, such as Llama 4's routers, may not be."""
-    return isinstance(layer, (Conv1D, Linear4bit)) or type(layer).forward is nn.Linear.forward
 
 
 def load_adapter(model: Any, directory: Path, name: str = POLICY) -> None:

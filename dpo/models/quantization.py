@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.models.logprobs import find_scalar_head
 from dpo.parallel.sharding import read_weight
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import choose_device, release_freed_memory, silence_bitsandbytes
@@ -119,10 +118,16 @@ def layers_to_quantize(model: Any) -> list[str]:
     needed = "lora=qlora needs bitsandbytes with kernels for this machine (python -m bitsandbytes says what is wrong)"
     with explaining_library(lambda error: InputError(f"{needed}, or use lora=lora: {one_sentence(error)}")):
         _quantize(torch.zeros(BLOCK, device=choose_device()))
-    head = model.get_output_embeddings() or find_scalar_head(model)
-    names = []
-    for name, layer in model.named_modules():
-        is_linear = isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
-        if is_linear and layer.weight.numel() % BLOCK == 0:
-            names.append(name)
-    return names
+    return [name for name in list_linear(model) if model.get_submodule(name).weight.numel() % BLOCK == 0]
+
+
+def list_linear(model: Any) -> list[str]:
+    """List the names of linear layers, without the head."""
+    head = model.get_output_embeddings()
+    return [name for name, layer in model.named_modules() if is_linear(layer) and layer is not head]
+
+
+def is_linear(layer: Any) -> bool:
+    """Return whether a layer is linear; subclasses that override `forward`, such as Llama 4's routers, may not be."""
+    is_falcons = type(layer).__name__ == "FalconLinear"  # a subclass that computes the same
+    return is_falcons or isinstance(layer, (Conv1D, Linear4bit)) or type(layer).forward is nn.Linear.forward

@@ -1,6 +1,7 @@
 """Adapters are PEFT's: both ways the logits are the same."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -8,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models import GROUPED, IDS, assert_near, build, list_examples, save_adapter
+from support.models import COMMON, GROUPED, IDS, assert_near, build, list_examples, save_adapter
 from support.pytests import refused
 from support.runs import change_json
 
@@ -50,8 +51,12 @@ def build_adapted(family: str | Callable = "llama", targets: str | list[str] = "
     return model
 
 
+mixtral = partial(transformers.MixtralConfig, **GROUPED)
+falcon = partial(transformers.FalconConfig, **COMMON)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2, tied", lambda: transformers.MixtralConfig(**GROUPED)])
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", mixtral, falcon])
 def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     model = build_adapted(family)
     part = policy_part(model)
@@ -74,6 +79,13 @@ def test_auto_adapts_linear_layers_alone_beside_experts_and_routers():
     model(IDS).logits.sum().backward()
     assert all(weight.grad is not None for weight in adapter_weights(model, POLICY).values())
     assert (model(IDS).logits - base(IDS).logits).abs().max() > 1e-3
+
+
+def test_a_model_without_linear_layers_has_nothing_to_adapt():
+    model = build("llama")
+    model.model.layers = torch.nn.ModuleList()
+    with refused("lora.target_modules=auto finds no linear layers in LlamaForCausalLM"):
+        add_adapter(model, 4, 8, "auto")
 
 
 @torch.no_grad()

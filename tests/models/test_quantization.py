@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import transformers
-from support.models import build
+from support.models import GROUPED, build
 from support.pytests import refused
 from support.runs import TINY
 from torch.nn.functional import linear
@@ -84,7 +84,9 @@ def test_the_same_layers_have_the_bytes_that_transformers_would_load():
         assert apart.count_nonzero() < 0.02 * apart.numel()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2, tied"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2, tied", lambda: transformers.Llama4TextConfig(**GROUPED, head_dim=8)]
+)
 def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family):
     model, same = quantize(build(family)), build(family)
     ids = torch.arange(48).view(4, 12)
