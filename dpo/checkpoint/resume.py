@@ -90,7 +90,7 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
     """
     run_dir = Path(plan.run.local_run_dir)
     missing = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(path)]
-    before = set() if missing else set(os.listdir(run_dir))
+    before = set(os.listdir(run_dir)) if run_dir.is_dir() else set()
     source = _find_resume_source(plan, logs)
     with lock_run_dir(run_dir):
         try:
@@ -179,7 +179,9 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 
     Raises InputError if no checkpoint is complete, or a key has changed that a run must keep.
     """
-    candidates = [path] if STEP.fullmatch(path.name) else find_checkpoints(path)
+    candidates = find_checkpoints(path)
+    if not candidates and plan.run.resume != "auto" and STEP.fullmatch(path.name):
+        candidates = [path]
     reasons = ""
     for checkpoint in candidates:
         try:

@@ -157,6 +157,12 @@ def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finish
         run("other", f"resume={whole}/step-8")
 
 
+def test_a_run_may_be_in_a_directory_that_is_named_like_a_checkpoint(run, tmp_path, printed):
+    for n_examples in (4, 8):
+        run("step-1", f"n_examples={n_examples}", "resume=auto")
+    assert f"continuing from {tmp_path}/step-1/step-4" in printed()
+
+
 @pytest.mark.parametrize(
     ("place", "refusal"),
     [
