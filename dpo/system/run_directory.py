@@ -71,7 +71,7 @@ def check_holds_no_run(run_dir: Path, logs: Iterable[str] = ()) -> None:
     `logs` are the names of further files that the new run writes.
     """
     with _explaining_errors(run_dir):
-        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
+        names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
     patterns = ("metrics.jsonl", "LATEST", "step-*")  # files of a run that began to train
     if not read_run_facts(run_dir):  # not known to be a run's, so files of these names may be someone else's
         patterns += (*FILES, *OTHER_OUTPUTS, *logs)
@@ -116,6 +116,9 @@ def lock_run_dir(run_dir: Path) -> IO:
                 problem = f"local_run_dir={run_dir} is locked by {holder}"
                 raise InputError(f"{problem}: stop that process first, or choose another directory") from error
             time.sleep(0.02)
+        except FileNotFoundError:  # a refused run has removed it
+            file.close()
+            return lock_run_dir(run_dir)
         except OSError as error:  # some network file systems have no locks
             print(WarningLine(f"{run_dir} cannot be locked ({error}): do not start a second run there"))
             return file

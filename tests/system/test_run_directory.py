@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -51,6 +53,14 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
             run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
     assert {path.name for path in run_dir.iterdir()} - {".lock"} == {"notes.txt", name} - {".lock"}
     assert (run_dir / name).read_text() == "{}"
+
+
+@pytest.mark.parametrize("resume", ["null", "auto"])
+def test_a_file_is_no_directory_for_a_run(resume, run_dir, run):
+    run_dir.touch()
+    for dry_run in ("true", "false"):
+        with refused(f"local_run_dir={run_dir} cannot be written: .*Not a directory"):
+            run("run", f"resume={resume}", f"dry_run={dry_run}")
 
 
 def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
@@ -99,6 +109,17 @@ def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()
+
+
+def test_a_lock_that_a_refused_run_removes_does_not_count_as_held(tmp_path):
+    held = lock_run_dir(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lock_run_dir, tmp_path)
+        time.sleep(0.2)
+        (tmp_path / ".lock").unlink()
+        held.close()
+        with waiting.result(), refused("is locked by process"):
+            lock_run_dir(tmp_path)
 
 
 # --- what rank 0 prints ------------------------------------------------------------------------------------------
