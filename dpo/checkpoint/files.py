@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.parallel.sharding import Parts
-from dpo.system.plain_files import check_readable, list_wrong_types, read_json, remove, replacing
+from dpo.system.plain_files import check_readable, list_wrong_types, move_aside, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d+")
@@ -31,6 +31,7 @@ TEMPORARY_ENDING = "dpo-tmp"  # while it is written or removed
 FORMER_ENDING = "dpo-former"  # until its replacement is complete
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
+ANOTHER_DISK = "ranks write it on different disks, and checkpoint_format=sharded needs one that all share"
 MIN_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
 MANIFEST_FORM = {  # the types of facts that are read, and not only compared
     "files": dict,
@@ -77,6 +78,9 @@ def write_checkpoint(
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
             with _explaining(directory):
                 if isinstance(state, WrittenFile):
+                    path = temporary / name
+                    if not path.exists() or path.stat().st_size != state.facts["bytes"]:
+                        raise OSError(ANOTHER_DISK)
                     files[name] = state.facts
                     continue
                 if isinstance(state, bytes):
@@ -112,14 +116,14 @@ def write_shard(directory: Path, name: str, parts: Parts) -> tuple[str, WrittenF
     path = _find_temporary(directory) / name
     with _explaining(directory):
         if not path.parent.exists():
-            raise OSError("rank 0 writes it on another disk, and checkpoint_format=sharded needs one that all share")
+            raise OSError(ANOTHER_DISK)
         write_parts(path, parts)
         sync(path)
         return name, WrittenFile(describe_file(path))
 
 
 def _find_temporary(directory: Path) -> Path:
-    """Return the name that a checkpoint has while it is written."""
+    """Return the name that a checkpoint has while it is written or removed."""
     return directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
 
 
@@ -171,6 +175,8 @@ def sync(path: Path) -> None:
 
 def set_link(link: Path, target: Path) -> None:
     """Set a link (LATEST, BEST) to a sibling directory, atomically."""
+    if link.is_dir() and not link.is_symlink():  # as `cp -rL` and object storage make of a link
+        move_aside(link)
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync(link.parent)
@@ -201,7 +207,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, MIN_KEPT) :]:
         if os.path.realpath(directory) not in linked:
-            pruned = directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
+            pruned = _find_temporary(directory)
             remove(pruned)
             directory.rename(pruned)  # so that a `step-N` is complete even if the removal is interrupted
             shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes what is left

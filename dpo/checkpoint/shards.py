@@ -36,6 +36,8 @@ def write_parts(path: Path, parts: Parts) -> None:
     offsets = {name: {OFFSETS: list(begin)} for name, (begin, _) in parts.items()}
     tensors = {name: part.contiguous() for name, (_, part) in parts.items()}
     save_file(tensors, path, {"format": "pt", "DCP_VERSION": "1.0", OFFSETS_KEY: json.dumps(offsets)})
+    # Safetensors makes files that other users cannot read; the directory has the mode that new files should have.
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def read_parts(state: Any, file: Path) -> Any:

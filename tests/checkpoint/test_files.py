@@ -57,6 +57,26 @@ def test_a_save_that_fails_says_so_and_keeps_the_former_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["step-8"]
 
 
+@pytest.mark.parametrize("n_seen", [None, 3])
+def test_a_checkpoint_whose_shards_are_on_another_disk_is_not_written(n_seen, tmp_path):
+    def states():
+        if n_seen:
+            (tmp_path / ".step-8.dpo-tmp" / "shard").write_bytes(bytes(n_seen))
+        yield "shard", files.WrittenFile({"bytes": 4})
+
+    with pytest.raises(RunError, match="ranks write it on different disks"):
+        write_checkpoint(tmp_path / "step-8", states())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_a_copy_has_in_place_of_a_link_is_moved_aside(tmp_path):
+    (tmp_path / "LATEST" / "mine").mkdir(parents=True)
+    for step in (8, 16):
+        set_link(tmp_path / "LATEST", tmp_path / f"step-{step}")
+    assert (tmp_path / "LATEST").readlink() == Path("step-16")
+    assert (tmp_path / "LATEST.old" / "mine").exists()
+
+
 # --- recognised ----------------------------------------------------------------------------------------------------
 
 

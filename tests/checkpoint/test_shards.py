@@ -16,6 +16,7 @@ from support.warm import launch
 from dpo.checkpoint import files, saver
 from dpo.checkpoint.files import find_checkpoints, read_state, write_checkpoint
 from dpo.checkpoint.saver import Checkpoints, ModelPart, Part
+from dpo.checkpoint.shards import write_parts
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, full_state
@@ -156,6 +157,14 @@ def test_without_memory_for_a_copy_training_waits_and_a_line_says_so(checkpoints
     assert printed() == (
         f"saved {tmp_path}/step-8\ntraining waited for the save, as copies take 3.6e-08 GB of memory on each machine\n"
     )
+
+
+def test_who_may_read_other_new_files_may_read_a_shard(tmp_path):
+    folder = tmp_path / "step-8"
+    folder.mkdir()
+    (folder / "policy.pt").touch()
+    write_parts(folder / "shard", {"weight": ((0,), torch.zeros(2))})
+    assert (folder / "shard").stat().st_mode == (folder / "policy.pt").stat().st_mode
 
 
 DIVISIONS = {
