@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.parallel.mesh import Mesh
@@ -62,6 +61,8 @@ def fake_processes(dims: ParallelDims) -> Iterator[Mesh]:
 
     Collectives of this group return at once and send nothing.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # not at the top, as its place is not public
+
     dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
     try:
         yield Mesh(0, dims)

@@ -1,6 +1,8 @@
 """Collectives and operations that are counted on fake tensors are those of a real update."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from support.warm import launch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo.data.preflight import load_data
+from dpo.parallel import collectives
 from dpo.parallel.collectives import CollectiveCounter
 from dpo.settings.plan import resolve
 from dpo.training.estimate import RATES, Estimator, make_batch_at
@@ -54,6 +57,11 @@ def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
         trainer.train_step(batch)
     if rank == 0:
         file.write_text(json.dumps([counter.calls, counter.n_bytes, flops.get_total_flops()]))
+
+
+def test_a_run_starts_without_private_names_of_torch_that_it_does_not_use(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    runpy.run_path(collectives.__file__)
 
 
 @pytest.mark.parametrize("settings", WAYS)
