@@ -128,7 +128,7 @@ def export(
     adapter, unless `merge` is set. `verify` compares files with the checkpoint's checksums. Raises InputError if the
     checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
-    out = Path(out).expanduser().absolute()
+    out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or use another directory")
     source = find_model(checkpoint, run_plan=plan, **options)

@@ -94,6 +94,14 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(home, tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_an_export_fills_the_empty_directory_to_which_a_link_leads(home, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
+    assert export(policy, tmp_path / "link", model=str(home)) == tmp_path / "elsewhere"
+    assert (tmp_path / "link" / "config.json").exists()
+
+
 def test_a_damaged_checkpoint_is_not_exported(copied, tmp_path):
     run_dir = copied("run", "lora=lora", "n_examples=8")
     flip_a_bit(run_dir / "step-8" / "adapter_model.safetensors")  # which PEFT would not notice
