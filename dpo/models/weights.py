@@ -74,11 +74,9 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None, *, with_con
     """
     config = {}
     if with_config:
-        differ_in_copies = (
-            "_name_or_path",
-            "transformers_version",
-        )  # config keys that differ between copies of a model
-        config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
+        config = model.config.to_dict()
+        for key in ("_name_or_path", "transformers_version"):  # differ between copies of a model
+            config.pop(key, None)
     facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
     # A scalar head that is trained with the policy's adapter is not part of the base.
