@@ -62,14 +62,6 @@ def printed(capsys) -> Callable[[], str]:
     return lambda: capsys.readouterr().out
 
 
-@pytest.fixture
-def hangups_are_heard():
-    """SIGHUP is not ignored, as it is where nohup has started the tests."""
-    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, earlier)
-
-
 @pytest.fixture(scope="session")
 def loaded_tiny_llama():
     from support.models import load_tiny

@@ -14,7 +14,7 @@ from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_model
 from experiments.frontier import exact, files
 from experiments.frontier.picture import draw as draw_picture
-from experiments.frontier.reading import at_equal_kl, collect_curve, make_tables, mean_and_interval
+from experiments.frontier.reading import at_equal_kl, collect_curve, make_tables
 from experiments.frontier.task import Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17, for_tuning=9)
@@ -136,12 +136,6 @@ def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_refer
     assert at_equal_kl(curve, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
     assert at_equal_kl(curve, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
     assert np.isnan(at_equal_kl(curve, made_rows, 5.0)).all()
-
-
-def test_an_interval_is_students():
-    assert mean_and_interval(np.array([1.0, 2.0, 3.0])) == "2.00 [-0.48, 4.48]"  # 2 -+ 4.303 / sqrt(3)
-    assert mean_and_interval(np.array([1.0, 1.1, 1.2]), "+") == "**+1.10 [+0.85, +1.35]**"  # excludes 0
-    assert mean_and_interval(np.array([1.0, np.nan])) == "-"
 
 
 def test_the_tables_and_the_picture_of_rows(made_rows, tmp_path):

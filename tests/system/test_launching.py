@@ -246,19 +246,3 @@ def test_a_port_that_is_taken_is_one_sentence_at_once(tmp_path, monkeypatch):
     said = rf"error: MASTER_PORT={port} cannot be used: .*in use.*; choose another port\n"
     assert re.fullmatch(said, rank_0.stderr)
     assert rank_0.returncode == BAD_INPUT
-
-
-def test_slurms_tasks_get_the_cores_of_the_jobs_first_lines(tmp_path, monkeypatch):
-    for name, text in ((".venv/bin/activate", ""), ("bin/srun", '#!/bin/sh\necho "$@"\n')):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    for n_cores, given in (("8", {"SLURM_CPUS_PER_TASK": "8"}), ("1", {})):
-        result = subprocess.run(
-            ["bash", str(ROOT / "scripts" / "train.sbatch"), "lr=1"],
-            env={**settings, **given},
-            capture_output=True,
-            text=True,
-        )
-        assert f"--cpus-per-task={n_cores} python train.py" in succeeded(result).stdout
