@@ -1,4 +1,4 @@
-"""`experiments.frontier`: its task, its estimators, its tables. No policy is above pi*."""
+"""`experiments.frontier`: its task and its estimators. No policy is above pi*."""
 
 import itertools
 import math
@@ -13,8 +13,6 @@ from dpo.data.examples import Example
 from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_model
 from experiments.frontier import exact, files
-from experiments.frontier.picture import draw as draw_picture
-from experiments.frontier.reading import at_equal_kl, collect_curve, make_tables
 from experiments.frontier.task import Task, draw_pairs, noisy_scorer
 
 TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17, for_tuning=9)
@@ -102,49 +100,3 @@ def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it():
                 assert reward <= limit.most_reward(kl) + 1e-9
     assert limit.most_reward(1e3) == pytest.approx(rewards.max(-1).mean())  # more KL buys nothing
     assert limit.most_reward(0) == pytest.approx((np.exp(reference) * rewards).sum(-1).mean())
-
-
-# --- what the rows say ------------------------------------------------------------------------------------------------
-
-
-def made_row(method, beta, seed, reward, kl, most_reward=2.0):
-    row = {"task": 0, "method": method, "beta": beta, "seed": seed, "reward": reward, "kl": kl}
-    return {**row, "most_reward": most_reward}
-
-
-@pytest.fixture
-def made_rows():
-    rows = [
-        made_row("sft", None, None, 0.0, 0.0, most_reward=0.0),
-        made_row("pi_star", 1.0, None, 1.5, 1.0),
-        made_row("pi_star", 0.1, None, 2.0, 4.0),
-    ]
-    for seed, shift in ((0, 0.0), (1, 0.2)):
-        rows += [
-            made_row("dpo", 0.1, seed, 1.0 + shift, 2.0),
-            made_row("dpo", 1.0, seed, 0.5, 1.0),
-            made_row("dpo", 0.01, seed, 0.6, 4.0),
-        ]
-    return rows
-
-
-def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
-    """The gaps are 1.5 at KL 1, 1 and 0.8 at 2."""
-    curve = collect_curve(made_rows, "dpo")
-    assert curve.betas == [1.0, 0.1, 0.01]  # in the order of KL
-    assert np.isnan(at_equal_kl(curve, made_rows, 0.5)).all()
-    assert at_equal_kl(curve, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
-    assert at_equal_kl(curve, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
-    assert np.isnan(at_equal_kl(curve, made_rows, 5.0)).all()
-
-
-def test_the_tables_and_the_picture_of_rows(made_rows, tmp_path):
-    equal = make_tables(made_rows)  # there is but one method, so nothing is compared
-    assert "| dpo | - | 0.00 [0.00, 0.00] | 0.77" in equal
-    lower = [{**row, "method": "kto", "reward": row["reward"] - 0.1} for row in made_rows if row["method"] == "dpo"]
-    planned = make_tables(made_rows + lower)
-    assert "| kto - dpo | **-0.10 [-0.10, -0.10]** | **-0.10 [-0.10, -0.10]** | **-0.10" in planned
-    one, two = tmp_path / "one.png", tmp_path / "two.png"
-    draw_picture(made_rows, one)
-    draw_picture(made_rows + lower, two)
-    assert one.read_bytes() != two.read_bytes()
