@@ -30,7 +30,7 @@ from dpo.models.logprobs import (
 from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, split_evenly
 from dpo.parallel.sharding import find_class_before_fsdp, run_as_forward
 from dpo.settings.keys import VARLEN
-from dpo.system.arithmetic import without_tf32
+from dpo.system.arithmetic import without_compilation, without_tf32
 from dpo.system.host import is_gpu
 
 
@@ -334,7 +334,7 @@ def _find_difference(
     was_training = model.training
     model.eval()
     try:
-        with without_tf32():
+        with without_tf32(), without_compilation():
             for lengths, row_length in cases:
                 pairs = []
                 for prompt, chosen, rejected in lengths:

@@ -65,6 +65,9 @@ def _check_training(p: Plan) -> list[Check]:
          and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
          f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
          f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
+        ("model.cache_implementation compile world_size",
+         p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1),
+         "model.cache_implementation=static needs a single device, and compile=false: leave it out"),
         ("holdout", (data.holdout or 0) > 1 and data.holdout % 1,
          f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
         ("max_prompt_length max_length", data.max_prompt_length >= data.max_length,

@@ -8,11 +8,13 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 
 from dpo.data.examples import Example, encode_examples, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
@@ -25,7 +27,7 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.system.waiting import all_arrive
+from dpo.system.waiting import all_arrive, meet_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
@@ -75,6 +77,7 @@ class Sampler:
         """
         token_indices = itertools.count()
 
+        @torch.compiler.disable  # with a static cache, transformers compiles the model with its hooks
         def before_token(*_: Any) -> None:
             """Stop if that was asked for, and show progress; each forward pass makes one token of every answer."""
             index = next(token_indices)
@@ -83,8 +86,10 @@ class Sampler:
 
         # A forward pass may gather shards from all processes, so all must run equally many.
         synced = self.objective.mesh.world_size > 1
+        # A static cache has one dtype for keys and values, which would differ under autocast.
+        autocasting = nullcontext() if sampling.cache_implementation else self.objective.autocasting()
         # The hook is prepended, so that it is called before FSDP's hook gathers weights.
-        with model.register_forward_pre_hook(before_token, prepend=True), self.objective.autocasting():
+        with model.register_forward_pre_hook(before_token, prepend=True), autocasting:
             return generate(model, self.tokenizer, prompts, numbers, sampling, synced=synced)
 
     def draw(
@@ -311,6 +316,8 @@ class OnlineBatches(Batches):
                     scores = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
             except ScorerFailed as error:
                 failure = str(error)
+        if not self.scorer.in_parallel:
+            meet_rank_0("the scores of a user's function")  # which may take longer than a collective waits
         by_rank = gather_results(self.mesh, scores, failure, ScorerFailed)
         scored = []
         for answer, score in zip(answers, itertools.chain(*by_rank), strict=True):

@@ -256,7 +256,7 @@ HI_HELLO = ("<user>Hi;<assistant>", ["Hello;", "Go away;"])
     [
         # OpenAI's files of preferences
         (
-            {"input": {"messages": [user("Hi")], "tools": [], "parallel_tool_calls": True},
+            {"input": {"messages": [user("Hi")], "tools": []},
              "preferred_output": HELLO["chosen"], "non_preferred_output": HELLO["rejected"]},
             {},
             HI_HELLO,

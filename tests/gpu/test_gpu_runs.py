@@ -146,7 +146,7 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
 @pytest.mark.slow
 @needs_gpu
 @limit(60)
-def test_doctor_computes_on_every_gpu(printed):
+def test_doctor_computes_on_every_gpu(tmp_path, printed):
     assert run_python("-m", "scripts.doctor").returncode == 0
     utils.print_gpu_memory()
     assert "GiB at the peak" in printed()

@@ -74,7 +74,8 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
 def test_a_complete_run_with_samples_is_complete_and_without_their_key_none_are_drawn(
     run, run_dir, printed, monkeypatch
 ):
-    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false", "n_examples=8")
+    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false", "n_examples=8",
+                "model.cache_implementation=static", "model.autocast=bfloat16")  # fmt: skip
     monkeypatch.setattr(Evaluator, "samples", lambda *_, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("run", *settings)

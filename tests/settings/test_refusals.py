@@ -48,6 +48,10 @@ REFUSED = [
     ("experiment=modern loss=kto loss.average=mean", "loss.average does not exist with loss=kto"),
     ("lora=x", "lora=x is unknown (there are lora, none, qlora)"),
     ("lora=adapter", "lora=adapter is unknown"),
+    (
+        f"{DPO} compile=true model.cache_implementation=static",
+        "model.cache_implementation=static needs a single device",
+    ),
     ("loss=sigmoid", "loss=sigmoid: here it is loss=dpo"),
     # It is not known whether there is a beta.
     (
