@@ -77,7 +77,6 @@ class Sampler:
         """
         token_indices = itertools.count()
 
-        @torch.compiler.disable  # with a static cache, transformers compiles the model with its hooks
         def before_token(*_: Any) -> None:
             """Stop if that was asked for, and show progress; each forward pass makes one token of every answer."""
             index = next(token_indices)
@@ -86,8 +85,12 @@ class Sampler:
 
         # A forward pass may gather shards from all processes, so all must run equally many.
         synced = self.objective.mesh.world_size > 1
-        # A static cache has one dtype for keys and values, which would differ under autocast.
-        autocasting = nullcontext() if sampling.cache_implementation else self.objective.autocasting()
+        autocasting = self.objective.autocasting()
+        if sampling.cache_implementation:
+            # A static cache has one dtype for keys and values, which would differ under autocast. On a GPU,
+            # transformers compiles the model with its hooks, and this one would be compiled again for every token.
+            autocasting = nullcontext()
+            before_token = torch.compiler.disable(before_token)
         # The hook is prepended, so that it is called before FSDP's hook gathers weights.
         with model.register_forward_pre_hook(before_token, prepend=True), autocasting:
             return generate(model, self.tokenizer, prompts, numbers, sampling, synced=synced)
