@@ -85,14 +85,15 @@ class Sampler:
 
         # A forward pass may gather shards from all processes, so all must run equally many.
         synced = self.objective.mesh.world_size > 1
+        hook: Any = before_token
         autocasting = self.objective.autocasting()
         if sampling.cache_implementation:
             # A static cache has one dtype for keys and values, which would differ under autocast. On a GPU,
             # transformers compiles the model with its hooks, and this one would be compiled again for every token.
             autocasting = nullcontext()
-            before_token = torch.compiler.disable(before_token)
+            hook = torch.compiler.disable(before_token)
         # The hook is prepended, so that it is called before FSDP's hook gathers weights.
-        with model.register_forward_pre_hook(before_token, prepend=True), autocasting:
+        with model.register_forward_pre_hook(hook, prepend=True), autocasting:
             return generate(model, self.tokenizer, prompts, numbers, sampling, synced=synced)
 
     def draw(
