@@ -74,7 +74,9 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "settings.plan:change settings.plan:make_plan settings.plan:resolve"
     ),
     "test_bad_input_is_refused_before_gpus_are_counted": "settings.command_line:check_line",
-    f"{REFUSALS}::test_a_command_that_cannot_work_is_refused_with_one_sentence": "settings.validation:_check_processes",
+    f"{REFUSALS}::test_a_command_that_cannot_work_is_refused_with_one_sentence": (
+        "settings.validation:_check_processes settings.validation:_check_training"
+    ),
     f"{REFUSALS}::test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect": (
         "settings.validation:find_plan_warnings settings.validation:find_problems"
     ),
