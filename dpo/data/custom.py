@@ -447,9 +447,9 @@ def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes
     remaining = []
     while len(turns) > 1 and turns[0]["role"] in SYSTEM_ROLES:
         before.append(turns.pop(0))
+    prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
     for response in responses:
         earlier, rest = _split_around(turns, response)
-        prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
         if prefill and rest is response and response[0]["content"].startswith(prefill):
             _note_repeated_prompt(response[0]["content"], notes)
         before = before or earlier

@@ -21,7 +21,8 @@ from dpo.redaction import redact, shorten
 MARK = "[goes on here]"  # appended to the beginning of an answer, to find in the rendered text where the answer goes on
 SHOWN = 60  # characters that an error shows on either side of a control token
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-FIX_TURNS = f"{FIX}, remove the thoughts of earlier turns if there are any"  # which templates render differently later
+# Templates may render the thoughts of a turn differently once other turns follow.
+FIX_TURNS = f"{FIX}, remove the thoughts of earlier turns if there are any"
 END_OF_THOUGHT = "</think>"
 ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles that do not ask the question of a prompt
 # a position that is not inside a word of ASCII letters; other scripts may have no spaces between words
