@@ -62,11 +62,11 @@ def run_process(rank: int, plan: Plan, models: tuple | None, log: RunLog) -> Non
         meet_rank_0("the run's directory")
         resume_from = from_rank_0(run and run.resume_point and run.resume_point.path)
         plan, data = _load(run, rank, plan, models)
-        is_complete = from_rank_0(run and run.is_finished(plan, data.report.updates))
+        is_complete = from_rank_0(run and run.is_finished(plan, data.updates))
         if not is_complete:
             if run:
                 run.record(plan)
-                data.report.write(run.directory / "preflight.json")
+                data.write_counts(run.directory / "preflight.json")
                 write_lines(run.directory / FIRST_EXAMPLES, list_first_examples(plan, data))
                 log.open(run.directory)
             with explain_memory_error(plan, data):

@@ -74,7 +74,7 @@ class Trainer(TrainerParts):
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
-            total = self.data.report.updates
+            total = self.data.updates
             for item in self.progress.track_updates(self.train_iterator, total=total, done=n_done):
                 metrics = self.evaluate_if_due()
                 self.save_if_due(metrics)
@@ -149,7 +149,7 @@ class Trainer(TrainerParts):
         and warns if the share is small.
         """
         # `last_epoch` counts the steps before this one; if the run ends within its warm-up, its last step is measured
-        is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.report.updates - 1)
+        is_full = self.scheduler.last_epoch == min(self.scheduler.warmup_steps, self.data.updates - 1)
         if not (is_full and self.plan.trains_half_precision and self.mesh.rank == 0):
             step_optimizer(self.optimizer)
             return {}
@@ -184,7 +184,7 @@ class Trainer(TrainerParts):
             # All training batches are scored, also those before the checkpoint of a resumed run, so that the cache's
             # file has all.
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
-            n_batches = len(self.evaluator.batches) + self.data.report.updates
+            n_batches = len(self.evaluator.batches) + self.data.updates
             batches = self.progress.track(batches, total=n_batches, what="score")
             self.progress.line(self.objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
@@ -252,7 +252,7 @@ class Trainer(TrainerParts):
         """
         n_examples = self.example_counter
         is_first = self.batch_counter == 0
-        is_last = self.batch_counter == self.data.report.updates
+        is_last = self.batch_counter == self.data.updates
         self.samples_due &= self.plan.evaluation.sample_during_eval  # which may have changed since the checkpoint
         samples = []
         # A finished run that is resumed has its last answers already, and no samples are due. No run is resumed at its

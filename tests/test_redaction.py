@@ -8,8 +8,7 @@ from support.formats import ASK, SKY, assistant
 from support.runs import run_python
 
 from dpo.data.custom import get_custom
-from dpo.data.schema import BadRecordsError
-from dpo.errors import MAX_MESSAGE, one_sentence
+from dpo.errors import MAX_MESSAGE, InputError, one_sentence
 from dpo.redaction import redact
 
 SECRET = "s3cret-0123456789/+abcdef"
@@ -77,9 +76,9 @@ def test_a_secret_is_hidden_before_a_value_of_a_record_is_cut(field, monkeypatch
     row = {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")], "weight": 1, "tools": None}
     tokenizer = chat("{% for m in messages %}{{ m.content }}{% endfor %}")
     for n in range(50, 80):
-        with pytest.raises(BadRecordsError) as refusal:
+        with pytest.raises(InputError) as refusal:
             get_custom([{**row, field: ["x" * n + SECRET]}], "mine", tokenizer)
-        assert "s3c" not in str(refusal.value.found)  # of which files are made
+        assert "s3c" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["report", "ledger", "sample", "export", "evaluate", "verify"])

@@ -309,9 +309,9 @@ def check_config(recorded: Mapping, config: Mapping, *, where: Path) -> None:
 def inputs_for_manifest(data: TrainingData, model_config: Any) -> dict:
     """Return what a manifest has about data and model; `check_inputs` compares all but the chat template."""
     return {
-        "data": data.report.train.digest,
-        "test_data": data.report.test.digest,
-        "tokens": data.report.train.token_digest,
+        "data": data.reports["train"].digest,
+        "test_data": data.reports["test"].digest,
+        "tokens": data.reports["train"].token_digest,
         "code": find_digests(),
         "model": find_model_facts(model_config),
         "chat_template": getattr(data.tokenizer, "unbound_template", None),

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> None:
             ways = iter([[make_plan(plan.values, world_size=n_gpus, gpus=n_here)]])  # only the run's own
         costs = [measure(way, estimator) for way in ways]
         costs.sort(key=lambda cost: (cost["lacking_gb"], cost["seconds"]))
-        estimates.append({"gpus": f"{name}:{n_gpus}", "updates": data.report.updates, "ways": costs, **measured})
+        estimates.append({"gpus": f"{name}:{n_gpus}", "updates": data.updates, "ways": costs, **measured})
     if options.json:
         print(json.dumps(estimates, indent=1))
         return
@@ -221,7 +221,7 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
         "tflop": work.flops / 1e12,
         "seconds": seconds.total,
         "seconds_by_purpose": seconds._asdict(),
-        "hours": seconds.total * estimator.data.report.updates / 3600,
+        "hours": seconds.total * estimator.data.updates / 3600,
         "notes": [str(note) for note in notes],
     }
 

@@ -15,7 +15,6 @@ from dpo.data.schema import (
     ASSISTANT,
     READ_KEYS,
     RENDERED_KEYS,
-    BadRecordsError,
     Messages,
     Prompt,
     Row,
@@ -35,6 +34,7 @@ from dpo.redaction import redact, shorten
 from dpo.settings.places import NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.settings.plan import Plan
 from dpo.system.pool import map_chunks
+from dpo.system.run_directory import PROBLEMS
 
 N_DECIDING = 100  # first rows, which decide whether texts are rendered
 ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
@@ -102,7 +102,7 @@ def get_custom(
 
     `columns` maps fields to columns, and a field without a column to None; other fields are recognized by name. Error
     messages call the dataset `name`, and the place of its rows `origin`. Raises InputError if the columns do not fit,
-    and BadRecordsError for bad records, unless they may be skipped and others remain.
+    and for bad records, unless they may be skipped and others remain.
     """
     data_options = DataOptions(**options)
     recognized = recognize(
@@ -132,7 +132,7 @@ def get_custom(
         add_notes(notes, chunk.notes)
     bad = split.bad_records
     if bad and (data_options.bad_records == "refuse" or not split):
-        raise BadRecordsError(name, bad)
+        raise InputError(f"{list_bad(name, bad)}\nbad_records=skip leaves them out, and lists them all in {PROBLEMS}")
     n_ties = len(rows) - n_read - len(bad)
     sentences = [recognized.describe(n_ties)]
     if data_options.trains_on == "targets" and "rejected" in used:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -135,32 +134,11 @@ def hold_out(prompts: Any, size: float | None = None) -> Any:
 # --- bad records ---------------------------------------------------------------------------------------------------
 
 
-class BadRecordsError(InputError):
-    def __init__(self, name: str, found: list[tuple[int, str]]):
-        super().__init__(list_bad(name, found))
-        self.name, self.found = name, found
-
-
 def list_bad(name: str, found: list[tuple[int, str]]) -> str:
     """Write a message that names the first bad records; `found` has the number of each, and the reason."""
     lines = [f"dataset {name!r}: {count(len(found), 'record')} that cannot be used"]
     lines += [reason for _, reason in found[:LISTED]]
     return "\n  - ".join(lines) + ("\n  - ..." if len(found) > LISTED else "")
-
-
-def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
-    """Return an error that adds how to skip bad records; a new file in `folder`, if one is given, lists them all."""
-    where = ""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"bad_records-{exp_name.replace('/', '_')[:100]}-"
-        with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
-            where = f"; {file.name} names all of them"
-        write_lines(
-            Path(file.name),
-            ({"dataset": error.name, "problem": BAD, "record": n, "reason": reason} for n, reason in error.found),
-        )
-    return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
 
 
 def write_lines(path: Path, values: Iterable[Mapping]) -> None:

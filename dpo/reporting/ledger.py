@@ -47,7 +47,7 @@ class Ledger(Appender):
         `update` is the number of an update, or how many updates came before an evaluation; `drawn` is `Update.drawn`.
         """
         n_updates_before = update - 1 if split == "train" else update
-        updates_per_epoch = self.context.data.report.examples_per_epoch // self.plan.data.batch_size
+        updates_per_epoch = self.context.data.examples_per_epoch // self.plan.data.batch_size
         scores = "rewards" if self.plan.loss.scalar_head else "logps"
         rows = []
         for i, example in enumerate(event.examples):

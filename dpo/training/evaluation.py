@@ -59,7 +59,7 @@ class Evaluator:
         self.data = batches.data
         self.sampler = sampler
         self.objective = sampler.objective
-        self.interval = Interval.of(self.plan, self.data.report.updates)
+        self.interval = Interval.of(self.plan, self.data.updates)
         self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
         # An online run may have no evaluation batches: samples are then of held-out prompts.
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()

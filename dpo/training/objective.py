@@ -542,7 +542,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
             reference=reference and reference.model,
             max_length=max_length,
             compute_dtype=objective.autocast or DTYPES[plan.compute_dtype],
-            longest=max_length if has_other_responses else data.report.longest(max_length),
+            longest=max_length if has_other_responses else data.longest(max_length),
             n_responses=max(2, len(plan.loss.roles)) * max(plan.data.batch_size, plan.data.eval_batch_size),
             on_any_process=mesh.any,
         )

@@ -54,7 +54,7 @@ class TrainerParts(RunState):
         reference = self._make_reference(reference, policy, frozen_digest, resume_from)
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
-        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.report.updates, data_size=mesh.data_size)
+        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.updates, data_size=mesh.data_size)
         batch_size = (plan.online and plan.online.batch_size) or plan.data.eval_batch_size
         # A process answers this many prompts at a time: on fewer processes no more than when the run began.
         rows = max(1, batch_size // (mesh.data_size * plan.n_eval_microbatches))

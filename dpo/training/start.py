@@ -152,7 +152,7 @@ def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
     """Return a line on the disk space that the run's files need; raise InputError if less is free."""
     interval = evaluator.interval
     # This many checkpoints will be on the disk at the same time.
-    n_kept = math.ceil(data.report.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+    n_kept = math.ceil(data.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
     if interval.keep:
         n_kept = min(n_kept, interval.keep + 1)  # and BEST
     weights = sum(parameter.nbytes for parameter in trained_parameters(evaluator.objective.policy))

@@ -13,6 +13,7 @@ import pytest
 from support.pytests import refused
 
 import dpo.data.report
+from dpo.data.custom import DataOptions
 from dpo.data.examples import iterate_examples
 from dpo.data.preflight import count_updates
 from dpo.data.report import SplitCounter, SplitReport
@@ -28,7 +29,8 @@ def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Pro
 
 
 def inspect(tokenizer, *prompts: Prompt, max_length: int = 6, trains_on: str = "pairs") -> SplitReport:
-    counter = SplitCounter(TextEncoder(tokenizer), trains_on=trains_on, max_length=max_length, max_prompt_length=2)
+    options = DataOptions(trains_on=trains_on, max_length=max_length, max_prompt_length=2)
+    counter = SplitCounter(TextEncoder(tokenizer), options)
     with tempfile.TemporaryDirectory() as folder:
         write_prompts(Path(folder) / "split.jsonl", counter.count_texts(prompts))
         counter.count_tokens(PromptTable(Path(folder) / "split.jsonl"))
@@ -103,7 +105,7 @@ def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
     offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))
     assert (offline.prompts, offline.examples, offline.tokenized) == (3, 0, 0)
     assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
-    assert next(online.describe("train")) == "train: 3 prompts without responses; truncated prompts: 1"
+    assert next(online.describe("train")) == "train: prompts 3, tokenized 3, truncated prompts 1, longest 2"
 
 
 def test_labels_are_counted(tokenizer):
@@ -111,15 +113,15 @@ def test_labels_are_counted(tokenizer):
     labelled = Prompt("a", [" b", " c d"], examples, weights=[2.0, 1.0, 1.0, 4.0])
     report = inspect(tokenizer, labelled, trains_on="labels")
     assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
-    said = "train: 4 examples of 1 prompt; desirable: 2; undesirable: 2; contradictory labels: 2"
-    assert [*report.describe("train")] == [said]
+    [said] = report.describe("train")
+    assert said.startswith("train: prompts 1, examples 4, desirable 2, undesirable 2, effective examples 2.91, contra")
 
 
 def test_a_text_with_eos_stops_the_run_also_beyond_the_sample(tokenizer, monkeypatch):
     monkeypatch.setattr(dpo.data.report, "COUNTED_WHOLE", 1)
     monkeypatch.setattr(dpo.data.report, "SAMPLE_SIZE", 1)
     good, bad = prompt_of("fine", (" b", " c")), prompt_of("fine too", (" guilty<|endoftext|> response", " c"))
-    with refused(r"prompt 'fine too': .*remove it from ' guilty<\|endoftext\|> response'"):
+    with refused(r"remove it from ' guilty<\|endoftext\|> response'"):
         inspect(tokenizer, *[good] * 30, bad)
     # a chat template may write it
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
@@ -156,5 +158,4 @@ def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(whole, to
     report = inspect(tokenizer, *prompts)
     assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, tokenized)
     assert 0 < report.truncated_prompts < tokenized
-    said = "tokens are counted in a random sample of 20"
-    assert (said in next(report.describe("train"))) == (tokenized == 20)
+    assert f"tokenized {tokenized}," in next(report.describe("train"))

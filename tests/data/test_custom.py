@@ -72,11 +72,11 @@ def test_kto_trains_on_thumbs_up_and_down(run, printed, run_dir, tmp_path):
 
     said = printed()
     assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
-    assert re.search(r"train: 40 examples of 20 prompts; desirable: \d+; undesirable: \d+\n", said)
+    assert re.search(r"train: prompts 20, examples 40, desirable \d+, undesirable \d+,", said)
     assert all(math.isfinite(line["kto/kl/train"]) for line in read_metrics(run_dir, "train"))
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* such as by holdout=2"):
+    with refused(r"split of thumbs has 1 prompt, and loss=kto combines .* set holdout=2"):
         run("other", *settings)
 
 

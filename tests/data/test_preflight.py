@@ -57,10 +57,10 @@ def prepare(folder: Path, tokenizer, **values) -> TrainingData:
 
 def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, tokenizer, tmp_path):
     data = prepare(three_pairs, tokenizer)
-    printed = data.report.describe(2)
-    starts = ("train: 3 examples of 2 prompts", "test: 1 example of 1 prompt", "2 updates of 2 examples will run")
-    assert [line.startswith(start) for line, start in zip(printed, starts, strict=True)] == [True] * 3
-    data.report.write(tmp_path / "preflight.json")
+    said = [*data.reports["train"].describe("train"), *data.reports["test"].describe("test")]
+    starts = ("train: prompts 2, examples 3, tokenized 3", "test: prompts 1, examples 1, tokenized 1")
+    assert [line.startswith(start) for line, start in zip(said, starts, strict=True)] == [True] * 2
+    data.write_counts(tmp_path / "preflight.json")
     written = read_json(tmp_path / "preflight.json")
     assert (written["updates"], written["train"]["examples"]) == (2, 3)
     assert [prompt.text for prompt in data.test] == ["\n\nHuman: c\n\nAssistant:"]
@@ -73,6 +73,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
         ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: add a column"),
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: set unpair=t"),
+        ({"truncation": "drop", "max_length": 8, "max_prompt_length": 4}, "nothing to train on: 3 are too long"),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],
 )

@@ -7,7 +7,7 @@ from support.pytests import refused
 from support.runs import read_rows, write_rows
 
 from dpo.data.loading import load_splits
-from dpo.data.schema import LISTED, BadRecordsError, explain_refusal, write_lines
+from dpo.data.schema import LISTED
 from dpo.errors import InputError
 
 GOOD = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}
@@ -53,15 +53,10 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, printed):
     pairs = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}]
     file = write_rows(tmp_path / "mine.jsonl", [*rows, *bad, *pairs])
     own = ("datasets=[mine]", f"dataset_sources.mine={file}", "n_examples=4", f"local_dirs=[{tmp_path}/cache]")
-    (tmp_path / "cache").mkdir()
 
-    for n in (1, 2):  # each refusal has a file of its own
-        with pytest.raises(InputError) as error:
-            run("refused", *own)
-        assert str(error.value).count("is empty") == LISTED
-        files = [*(tmp_path / "cache").rglob("bad_records-*")]
-        assert [[row["record"] for row in read_rows(file)] for file in files] == [[*range(41, 63)]] * n
-        assert any(f"{file} names all of them" in str(error.value) for file in files)
+    with pytest.raises(InputError) as error:
+        run("refused", *own)
+    assert str(error.value).count("is empty") == LISTED
 
     for name in ("run", "again"):  # the second run finds the table of the first
         run(name, *own, "bad_records=skip")
@@ -69,12 +64,4 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, printed):
         expected = {("bad record", n) for n in range(41, 63)} | {("duplicated pair", 63), ("contradictory pair", 64)}
         found = {(each["problem"], each["record"]) for each in problems}
         assert {(kind, n) for kind, n in found if kind == "bad record" or "pair" in kind} == expected
-        assert "duplicated pairs: 1; contradictory pairs: 1; " in printed()
-
-
-def test_a_long_name_of_a_run_hides_no_refusal_and_nothing_of_an_earlier_run_is_left(tmp_path):
-    error = explain_refusal(BadRecordsError("mine", [(1, "it is empty")]), tmp_path, "a" * 250)
-    [file] = tmp_path.iterdir()
-    assert f"{file.name} names all of them" in str(error)
-    write_lines(file, [])
-    assert not file.exists()
+        assert "duplicated pairs 1, contradictory pairs 1, " in printed()

@@ -291,7 +291,7 @@ def load_and_weigh(rank, world_size, config, folder):
     before = own_memory()
     data = preflight.load_data(resolve(config), silent=True)
     first = next(iter(data.train))
-    found = [len(calls), own_memory() - before, data.identity, data.report.updates, first.text, first.texts(0)]
+    found = [len(calls), own_memory() - before, data.identity, data.updates, first.text, first.texts(0)]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -24,7 +24,7 @@ from support.templates import THINKING_WITH_TOOLS, TRIMMED_WITH_TOOLS
 from transformers import AutoTokenizer
 
 from dpo.data import report
-from dpo.data.custom import get_custom
+from dpo.data.custom import DataOptions, get_custom
 from dpo.data.examples import make_labels
 from dpo.data.prompt_forms import make_chat
 from dpo.data.report import SplitCounter
@@ -109,7 +109,7 @@ def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(ch
     rows = [{side: [user(f"{i}?"), CALL, result, *SKY] for side, result in results.items()} for i in range(20)]
     tokenizer = chat(WITH_TOOLS)
     data = get_custom(rows, "mine", tokenizer)
-    counter = SplitCounter(TextEncoder(tokenizer), max_length=10, max_prompt_length=8)
+    counter = SplitCounter(TextEncoder(tokenizer), DataOptions(max_length=10, max_prompt_length=8))
     write_prompts(tmp_path / "a.jsonl", counter.count_texts(number_prompts([("mine", data)], keep_all=True)))
     with refused("is cut off before the assistant's first word: raise max_length"):
         counter.count_tokens(PromptTable(tmp_path / "a.jsonl"))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.formats import assistant, system, user
-from support.pytests import refused
 from support.records import plan_of_data
 from support.runs import write_rows
 
@@ -129,8 +128,6 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     _, warning = SplitReport(**report).describe("train")
     assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length")
-    with refused("has nothing to train on: 2 are too long: raise max_length"):
-        build(tmp_path, tokenizer, [long, other], **values)
 
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):

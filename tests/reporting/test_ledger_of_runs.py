@@ -108,7 +108,7 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}") for i in range(4
 
 def ledger_in(run_dir: Path, state: Mapping[str, Any] | None = None) -> Ledger:
     split = SimpleNamespace(columns=())
-    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8), train=split, test=split)
+    data = SimpleNamespace(examples_per_epoch=8, train=split, test=split)
     return start(Ledger(context_in(run_dir, data=data, batch_size=4)), state)
 
 

@@ -33,6 +33,7 @@ from dpo.checkpoint.files import (
 from dpo.commands.export import main as export
 from dpo.commands.verify import main as verify
 from dpo.data.collation import find_examples, get_collate_fn, make_rows
+from dpo.data.custom import DataOptions
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.loading import load_splits
 from dpo.data.report import SplitCounter
@@ -264,7 +265,7 @@ def test_any_rows_are_refused_in_words_or_make_right_batches(rows, trains_on, na
     lengths = {"max_length": 24, "max_prompt_length": 12}
     encode = TextEncoder(tokenizer)
     try:
-        counter = SplitCounter(encode, **lengths)
+        counter = SplitCounter(encode, DataOptions(**lengths))
         train, _ = load_splits(name, tokenizer, {name: str(file)}, trains_on=trains_on, silent=True)
         write_prompts(tmp_path / "prompts.jsonl", counter.count_texts(number_prompts([(name, train)])))
         prompts = PromptTable(tmp_path / "prompts.jsonl")

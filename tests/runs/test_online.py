@@ -175,7 +175,7 @@ def test_prompts_without_responses_are_enough(run, printed, run_dir, tmp_path):
     prompts_alone = runs.write_prompts(tmp_path / "prompts")
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
     run("run", *settings)
-    assert "train: 22 prompts without responses" in printed()
+    assert "train: prompts 22, " in printed()
     evaluations = read_metrics(run_dir, "eval")
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
     assert_documented(run_dir)
