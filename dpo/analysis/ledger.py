@@ -118,31 +118,15 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.Table, int]]:
             yield pa.Table.from_batches([batch]), file.tell()
 
 
-class PairHistory(NamedTuple):
-    """Statistics of a pair's rows after the first update; the margins of earlier rows are 0 or rounding errors."""
-
-    example: str
-    dataset: str
-    split: str
-    visits: int
-    first_margin: float
-    last_margin: float
-    # The mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and the
-    # same tenth of the run.
-    relative_margin: float
-    texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
-    scores: tuple[float, float] | None = None  # chosen's and rejected's, for drawn pairs
-
-
 class LedgerSummary(NamedTuple):
     rows: int
     examples: int  # number of different examples
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again that were never ranked right
-    never_flipped: list[PairHistory]  # the lowest relative margins first; both lists have at most `top`
+    never_flipped: list[dict]  # as `_list_pairs` returns them; both lists have at most `top`
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
-    suspected_noise: list[PairHistory]
+    suspected_noise: list[dict]
 
 
 def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
@@ -179,7 +163,7 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     visits = table.select(["example", "split"]).take(rows)
     for name, values in (("margin", margins), ("relative", relative_margins), ("row", rows)):
         visits = visits.append_column(name, pa.array(values))
-    statistics = [("margin", function) for function in ("count", "max", "first", "last")]
+    statistics = [("margin", "count"), ("margin", "max"), ("margin", "first"), ("margin", "last")]
     statistics += [("relative", "mean"), ("row", "first")]
     # `pairs` has a row per pair and split, with columns such as margin_max. "first" and "last" need the rows in order,
     # which threads would not keep.
@@ -195,22 +179,18 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         truncated=len(table.filter(table["truncated"])["example"].unique()),
         n_seen_again=len(pairs.filter(was_seen_again)),
         n_never_flipped=len(never_flipped),
-        never_flipped=_make_histories(table, never_flipped.slice(0, top)),
+        never_flipped=_list_pairs(table, never_flipped.slice(0, top)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=_make_histories(table, suspected_noise.slice(0, top)),
+        suspected_noise=_list_pairs(table, suspected_noise.slice(0, top)),
     )
 
 
-def _make_histories(table: pa.Table, pairs: pa.Table) -> list[PairHistory]:
-    """Make the history of each pair from its statistics, a row of `pairs`, and its first row in the ledger `table`."""
-    histories = []
-    for pair in pairs.to_pylist():
-        [row] = table.slice(pair["row_first"], 1).to_pylist()
-        texts = None
-        scores = None
-        if row["tie"] is not None:  # a pair that the policy drew
-            texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
-            scores = (row["score_chosen"], row["score_rejected"])
-        statistics = (pair["margin_count"], pair["margin_first"], pair["margin_last"], pair["relative_mean"])
-        histories.append(PairHistory(row["example"], row["dataset"], row["split"], *statistics, texts, scores))
-    return histories
+def _list_pairs(table: pa.Table, pairs: pa.Table) -> list[dict]:
+    """List pairs, each with its first visit (a row of `table`) and its statistics (a row of `pairs`).
+
+    The margins of visits before the first update are 0 or rounding errors, so these do not count. `relative_mean` is
+    the mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and the same
+    tenth of the run.
+    """
+    first_visits = table.take(pairs["row_first"]).to_pylist()
+    return [visit | pair for visit, pair in zip(first_visits, pairs.to_pylist(), strict=True)]

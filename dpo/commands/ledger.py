@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpo.analysis.ledger import PairHistory, read_ledger, summarize_ledger
+from dpo.analysis.ledger import read_ledger, summarize_ledger
 from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.numbers import count, figure, signed
@@ -41,18 +41,18 @@ def find_texts(run_dir: Path, wanted: set[str]) -> dict[str, dict[str, str]]:
     return texts
 
 
-def list_pairs(pairs: list[PairHistory], texts: dict[str, dict[str, str]]) -> Iterator[str]:
+def list_pairs(pairs: list[dict], texts: dict[str, dict[str, str]]) -> Iterator[str]:
     """Yield the lines to print about pairs; `texts` is as `find_texts` returns it, and may lack some pairs."""
     for pair in pairs:
         line = (
-            f"  {pair.example} {pair.dataset} ({pair.split}), {count(pair.visits, 'visit')}: margin "
-            f"{signed(pair.first_margin)} at first, {signed(pair.last_margin)} at last; on average "
-            f"{figure(pair.relative_margin, 2)} times the median size of margins at that time"
+            f"  {pair['example']} {pair['dataset']} ({pair['split']}), {count(pair['margin_count'], 'visit')}: margin "
+            f"{signed(pair['margin_first'])} at first, {signed(pair['margin_last'])} at last; on average "
+            f"{figure(pair['relative_mean'], 2)} times the median size of margins at that time"
         )
-        if pair.scores is not None:
-            line += "; scores: chosen {:.3g}, rejected {:.3g}".format(*pair.scores)
+        if pair["tie"] is not None:  # the policy drew the pair
+            line += f"; scores: chosen {pair['score_chosen']:.3g}, rejected {pair['score_rejected']:.3g}"
         yield line
-        for name, text in texts.get(pair.example, {}).items():
+        for name, text in texts.get(pair["example"], {}).items():
             excerpt = " ".join(text.split())
             # The question is at a prompt's end.
             excerpt = excerpt[-LONGEST_TEXT:] if name == "prompt" else excerpt[:LONGEST_TEXT]
@@ -68,9 +68,13 @@ def main(arguments: list[str]) -> None:
     summary = summarize_ledger(read_ledger(options.run), top=options.top)
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     # The ledger has the texts of online pairs; those of other pairs are in the run's data.
-    texts = {pair.example: pair.texts for pair in pairs if pair.texts is not None}
+    texts = {
+        pair["example"]: {name: pair[name] for name in ("prompt", "chosen", "rejected")}
+        for pair in pairs
+        if pair["tie"] is not None
+    }
     note = ""
-    if wanted := {pair.example for pair in pairs} - texts.keys():
+    if wanted := {pair["example"] for pair in pairs} - texts.keys():
         try:
             texts |= find_texts(options.run, wanted)
             if not wanted <= texts.keys():

@@ -13,7 +13,6 @@ from dpo.analysis.ledger import (
     PARQUET,
     SCHEMA,
     STREAM,
-    PairHistory,
     append,
     read_ledger,
     summarize_ledger,
@@ -47,9 +46,10 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     )
     assert (summary.rows, summary.examples) == (11, 5)
     assert (summary.n_seen_again, summary.n_never_flipped) == (3, 2)
-    assert summary.never_flipped == [
-        PairHistory("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
-        PairHistory("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
+    names = ("example", "dataset", "split", "margin_count", "margin_first", "margin_last", "relative_mean")
+    assert [tuple(pair[name] for name in names) for pair in summary.never_flipped] == [
+        ("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
+        ("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
     ]
 
 
@@ -68,9 +68,10 @@ def test_drawn_pairs_have_their_texts_in_the_ledger_and_ties_are_not_wrong():
         *(drawn(f"right{i}", 2, 0.1, (2.0, 1.0)) for i in range(3)),
     ]
     summary = summarize_ledger(table_of(*rows))
-    assert [(pair.example, pair.texts, pair.scores) for pair in summary.suspected_noise] == [
-        ("wrong", {"prompt": "Why?", "chosen": " wrong", "rejected": " no"}, (2.0, 1.0)),
-        ("given", None, None),
+    names = ("example", "prompt", "chosen", "rejected", "score_chosen", "score_rejected")
+    assert [tuple(pair[name] for name in names) for pair in summary.suspected_noise] == [
+        ("wrong", "Why?", " wrong", " no", 2.0, 1.0),
+        ("given", None, None, None, None, None),
     ]
     assert summary.n_seen_again == 1
 
@@ -82,7 +83,7 @@ def test_a_margin_within_the_rounding_of_equal_models_is_neither_wrong_nor_noise
     assert (summary.n_never_flipped, summary.n_suspected_noise) == (0, 0)
 
     trained = [visit("c", 9, -0.2), visit("c", 10, -0.2), visit("d", 10, 0.1)]
-    assert [pair.example for pair in summarize_ledger(table_of(*before, *trained)).suspected_noise] == ["c"]
+    assert [pair["example"] for pair in summarize_ledger(table_of(*before, *trained)).suspected_noise] == ["c"]
 
 
 def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_first():
@@ -92,7 +93,7 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     summary = summarize_ledger(table_of(*early, visit("once right", 2, 0.1), *late, *doubtful), top=1)
 
     assert summary.n_suspected_noise == 2
-    assert [(p.example, p.relative_margin) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
+    assert [(p["example"], p["relative_mean"]) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
     assert summary.n_never_flipped == 0  # seen once each
 
 
