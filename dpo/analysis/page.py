@@ -16,14 +16,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis.curves import SOFTWARE, draw_charts
-from dpo.analysis.rules import WARNING, find_all
+from dpo.analysis.rules import find_all
 from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
 from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import compose_config, dotted
 from dpo.system.plain_files import check_own, write_file
-from dpo.system.run_directory import REPORT, WARNINGS_FILE
+from dpo.system.run_directory import REPORT
 
 PAGE_FOLDER = Path(__file__).parent
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
@@ -51,12 +51,12 @@ def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         check_own(out / REPORT.name, ".*· training report</title>")
-        for name in PICTURES.values():
+        pngs = dict(pictures)
+        for title, name in PICTURES.items():
             check_own(out / name, f".*{SOFTWARE}")
             (out / name).unlink(missing_ok=True)  # from an earlier report; this one may lack the chart
-        for title, png in pictures:
-            if title in PICTURES:
-                write_file(out / PICTURES[title], png)
+            if title in pngs:
+                write_file(out / name, pngs[title])
         write_file(out / REPORT.name, html)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
@@ -68,14 +68,28 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
 
     `pictures` are (title, PNG) of charts, and `links` are (name, address) of other pages.
     """
-    context = _describe_run(runs[0]) if len(runs) == 1 else _compare_runs(runs)
-    context |= {
-        "several": len(runs) > 1,
+    several = len(runs) > 1
+    warnings = []
+    for run in runs:
+        texts = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
+        texts += [f"left out: {problem}" for problem in run.problems]
+        warnings += [f"{run.name}: {text}" if several else text for text in texts]
+    results = [list_results(run) for run in runs]
+    rows = []
+    for label in dict.fromkeys(chain(*results)):  # the labels of all runs' results, each once, in order
+        rows.append((label, [result.get(label, ABSENT) for result in results]))
+    context = {
+        "title": f"{len(runs)} runs compared" if several else runs[0].name,
+        "names": [run.name for run in runs] if several else [],
         "links": links,
+        "results": rows,
+        "warnings": warnings,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],
         "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
+    if not several:
+        context |= _describe_run(runs[0])
     return fill_template(PAGE_FOLDER / "page.html.jinja", context)
 
 
@@ -90,79 +104,40 @@ def fill_template(file: Path, context: dict) -> bytes:
 
 
 def _describe_run(run: LoggedRun) -> dict[str, Any]:
-    """Return the template's variables for the page of one run."""
-    findings = find_all(run)
-    n_warnings = len(run.warnings) + sum(rule.level == WARNING for rule, _ in findings)
-    verdict = f"{describe_result(run)} {run.state.capitalize()} after {run.progress}."
-    if n_warnings:
-        verdict += f" {count(n_warnings, 'warning')}."
-    elif (run.path / WARNINGS_FILE).exists():  # if not, an older version ran, which recorded no warnings
-        verdict += " No warnings."
+    """Return the template's variables for what only the page of a single run has."""
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
     # All commands but the first need a checkpoint, and all but the first two a model that gives answers.
     commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
     if not (run.path / "LATEST").exists():
         commands = NEXT_COMMANDS[:1]
     return {
-        "title": run.name,
         "about": " \N{MIDDLE DOT} ".join(about),
-        "verdict": verdict,
-        "results": list_results(run).items(),
-        "warnings": _list_warnings(run),
-        "findings": findings,
+        "verdict": describe_result(run),
+        "findings": find_all(run),
         "groups": list_cards(run),
         "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in commands],
     }
 
 
-def _compare_runs(runs: list[LoggedRun]) -> dict[str, Any]:
-    """Return the template's variables for the page of several runs."""
-    results = [{"State": (run.state, ""), **list_results(run)} for run in runs]
-    columns = list(dict.fromkeys(chain(*results)))  # the labels of all runs' results, each once, in order
-    rows = []
-    warnings = []
-    for run, result in zip(runs, results, strict=True):
-        # A cell has the value and, below, the remark.
-        rows.append((run.name, ["\n".join(result.get(column, (ABSENT,))) for column in columns]))
-        warnings += [f"{run.name}: {text}" for text in _list_warnings(run)]
-    return {
-        "title": f"{len(runs)} runs compared",
-        "results": rows,
-        "columns": columns,
-        "names": [run.name for run in runs],
-        "warnings": warnings,
-    }
-
-
-def _list_warnings(run: LoggedRun) -> list[str]:
-    """List the run's warnings, each once, and what could not be read in its directory."""
-    warnings = [f"{text} ({n} times)" if n > 1 else text for text, n in run.warnings.items()]
-    return warnings + [f"left out: {problem}" for problem in run.problems]
-
-
-def list_results(run: LoggedRun) -> dict[str, tuple[str, str]]:
-    """Return the results of a run by label, each as two texts (value, remark); a remark may be ""."""
-    results = {}
+def list_results(run: LoggedRun) -> dict[str, str]:
+    """Return the results of a run as texts, by label."""
+    results = {"State": f"{run.state}, {run.progress}"}
     for label, (name, sign, format_value) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
             best = (sign * values).argmax()  # an index
             remark = f"best {format_value(values[best])} at {count(examples[best], 'example')}"
-            results[label] = format_value(values[-1]), remark
-    results["Examples"] = f"{max(0, run.train.last('examples')):,.0f}", run.progress  # 0 also for NaN: no update yet
+            results[label] = f"{format_value(values[-1])} ({remark})"
+    results["Examples"] = f"{max(0, run.train.last('examples')):,.0f}"  # 0 also for NaN: no update yet
     speeds = run.train["examples_per_second"]
     # This sums batch_size / speed, the time of each update.
     seconds = float((number(run.setting("batch_size")) / speeds[speeds > 0]).sum())
     if seconds > 0:
-        results["Time of updates"] = str(timedelta(seconds=round(seconds))), ""
-        device = "CPU"
-        n_devices = number(run.env.get("cpus"))
+        results["Time of updates"] = str(timedelta(seconds=round(seconds)))
         gpus = run.env.get("gpus")
         if isinstance(gpus, list) and gpus:
-            device = "GPU"
-            n_devices = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
-        if n_devices > 0:  # false for NaN, if env.json is missing
-            results[f"{device}-hours"] = figure(seconds * n_devices / 3600), count(n_devices, device)
+            n_gpus = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
+            results["GPU-hours"] = f"{figure(seconds * n_gpus / 3600)} ({count(n_gpus, 'GPU')})"
     return results
 
 

@@ -24,7 +24,6 @@ from dpo.analysis.verdict import (
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 
-WARNING = "warning"
 NOTE = "note"  # worth knowing, but often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
 FEWEST_UPDATES = 20  # after fewer, the metrics of training or of an evaluation say too little
@@ -249,7 +248,7 @@ class Rule(NamedTuple):
     condition: Callable[[LoggedRun], str]  # returns the numbers to show, or "" if it does not hold
     advice: str
     kinds: frozenset[str] = ANY  # the kinds of data that the rule applies to
-    level: str = WARNING
+    level: str = "warning"
 
 
 RULES = (  # in the order of the page

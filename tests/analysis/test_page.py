@@ -176,12 +176,7 @@ def test_all_warnings_of_all_runs_are_listed(tmp_path):
     write_rows(
         one / "warnings.jsonl", [{"warning": text} for text in ("a cable is loose", "a cable is loose", "it rains")]
     )
-    page = page_of(one)
-    assert "a cable is loose (2 times)it rains" in page.texts["li"]
-    assert "2 warnings." in page.texts["p"]
-    assert "No warnings" not in page_of(other).texts["p"]  # an earlier version did not record them
-    write_rows(other / "warnings.jsonl", [])
-    assert "No warnings." in page_of(other).texts["p"]
+    assert "a cable is loose (2 times)it rains" in page_of(one).texts["li"]
     write_rows(other / "warnings.jsonl", [{"warning": "it snows"}])
     assert "made: it rains" in page_of(one, other).texts["li"]
     assert "b: it snows" in page_of(one, other).texts["li"]
