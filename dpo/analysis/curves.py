@@ -19,7 +19,6 @@ STYLE = [
         "figure.titlesize": 10.5,
         "axes.grid": True,
         "grid.color": "#e6e8eb",
-        "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
     },
@@ -130,11 +129,8 @@ def _draw_chart(chart: Chart, lines: list[Line]) -> bytes:
                 markerfacecolor="white",
                 zorder=3,
             )
-        all_values = np.concatenate([line.updates[1] for line in lines])
         if chart.baseline is not None:
             axes.axhline(chart.baseline, color="gray", linewidth=0.8)
-        elif len(all_values) and all_values.min() > 0 and all_values.max() > 20 * np.median(all_values):
-            axes.set_yscale("log")  # a linear scale would flatten all but a few large values
         if chart.in_percent:
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -121,7 +121,9 @@ def _describe_run(run: LoggedRun) -> dict[str, Any]:
 
 def list_results(run: LoggedRun) -> dict[str, str]:
     """Return the results of a run as texts, by label."""
-    results = {"State": f"{run.state}, {run.progress}"}
+    total = run.counted("updates")
+    progress = f"{run.updates:,} of {count(total, 'update')}" if total > 0 else count(run.updates, "update")
+    results = {"State": f"{run.state}, {progress}"}
     for label, (name, sign, format_value) in HELD_OUT.items():
         examples, values = run.eval.points(name)
         if len(values):
@@ -134,10 +136,14 @@ def list_results(run: LoggedRun) -> dict[str, str]:
     seconds = float((number(run.setting("batch_size")) / speeds[speeds > 0]).sum())
     if seconds > 0:
         results["Time of updates"] = str(timedelta(seconds=round(seconds)))
+        device = "CPU"
+        n_devices = number(run.env.get("cpus"))
         gpus = run.env.get("gpus")
         if isinstance(gpus, list) and gpus:
-            n_gpus = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
-            results["GPU-hours"] = f"{figure(seconds * n_gpus / 3600)} ({count(n_gpus, 'GPU')})"
+            device = "GPU"
+            n_devices = max(number(run.env.get("processes")), len(gpus))  # a single process uses all GPUs that it sees
+        if n_devices > 0:  # false for NaN, if env.json is missing
+            results[f"{device}-hours"] = f"{figure(seconds * n_devices / 3600)} ({count(n_devices, device)})"
     return results
 
 

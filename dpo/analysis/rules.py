@@ -131,8 +131,8 @@ def find_missing_effect(run: LoggedRun) -> str:
         return ""
     peak = number(run.setting("lr"))
     largest = np.max(run.train.points("lr")[1], initial=0)
-    is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
-    if 0 < largest < 0.999 * peak and not is_scaled:
+    # `lr_scaling` multiplies by a factor that is not recorded; earlier versions did not have it.
+    if 0 < largest < 0.999 * peak and run.setting("lr_scaling") in (None, "none"):
         # This happens in a run that ends within its warmup.
         return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
     changes, _ = find_changes_per_token(run)
@@ -300,7 +300,7 @@ RULES = (  # in the order of the page
 
 def find_all(run: LoggedRun) -> list[tuple[Rule, str]]:
     """Return the rules whose conditions hold for a run, each with its numbers as text."""
-    kind = "online" if run.online else run.objective.trains_on
+    kind = "online" if run.train.has("online/score") else run.objective.trains_on
     findings = []
     for rule in RULES:
         if kind in rule.kinds and (numbers := rule.condition(run)):

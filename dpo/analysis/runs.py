@@ -79,9 +79,9 @@ class LoggedRun:
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or "complete", "still training" or "aborted" (on NaN)
 
-    def setting(self, key: str, default: Any = None) -> Any:
-        """Look up a setting by its dotted key."""
-        return look_up(self.config, key, default)
+    def setting(self, key: str) -> Any:
+        """Look up a setting by its dotted key; None if it is missing."""
+        return look_up(self.config, key)
 
     def counted(self, key: str) -> float:
         """Look up a number that was counted before training, in preflight.json, by its dotted key; NaN if missing."""
@@ -96,20 +96,9 @@ class LoggedRun:
         return UNKNOWN_LOSS
 
     @property
-    def online(self) -> bool:
-        """Whether the policy drew the answers that it was trained on."""
-        return self.setting("online.name") == "online" or self.train.has("online/score")
-
-    @property
     def updates(self) -> int:
         """The number of the last update that was logged, from 1; 0 if there is none."""
         return int(np.max(self.train.points("updates")[1], initial=0))
-
-    @property
-    def progress(self) -> str:
-        """How far the run has come, such as `6 of 8 updates`."""
-        total = self.counted("updates")
-        return f"{self.updates:,} of {count(total, 'update')}" if total > 0 else count(self.updates, "update")
 
     def means_at_ends(self, name: str) -> tuple[float, float]:
         """Return a metric's mean over the first tenth of the updates, and over the last tenth; NaN if it has no values.
@@ -150,12 +139,10 @@ class LoggedRun:
         return compared
 
 
-def look_up(mapping: Any, key: str, default: Any = None) -> Any:
-    """Look up a value in nested mappings by its dotted key, such as `loss.beta`; return `default` if it is missing."""
+def look_up(mapping: Any, key: str) -> Any:
+    """Look up a value in nested mappings by its dotted key, such as `loss.beta`; return None if it is missing."""
     for part in key.split("."):  # down one level each
-        if not isinstance(mapping, dict) or part not in mapping:
-            return default
-        mapping = mapping[part]
+        mapping = mapping.get(part) if isinstance(mapping, dict) else None
     return mapping
 
 

@@ -8,7 +8,6 @@ from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import PRECISION
 
 EVAL_ACCURACY = "rewards_eval/accuracies"
-RAISE_LR = ": raise lr, or train longer"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # The relative rounding error of a dtype is its spacing of numbers near 1.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -37,7 +36,7 @@ def n_evaluated(run: LoggedRun, what: str = "examples") -> float:
 
     `what` is "examples" or "prompts".
     """
-    n_wanted = number(run.setting("n_eval_examples", 256))  # 256 is the key's default
+    n_wanted = number(run.setting("n_eval_examples") or 256)  # 256 is the key's default
     n_available = run.counted(f"test.{what}")
     return min(n_wanted, n_available) if n_available > 0 else n_wanted
 
@@ -76,13 +75,13 @@ def describe_result(run: LoggedRun) -> str:
 def describe_change(run: LoggedRun) -> str:
     """Say whether the model changed, by its answers and log-probabilities; "" if neither was recorded."""
     answers = run.compared_answers()
-    n_answers = len(answers)
     n_differ = sum(before != now for _, before, now in answers)
     changes, rounding = find_changes_per_token(run)
+    largest = max(map(abs, changes.values()), default=0.0)
     facts = []
-    if n_answers:
+    if answers:
         verb = "differ" if n_differ > 1 else "differs"
-        subject = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
+        subject = f"{n_differ or 'none'} of {count(len(answers), 'answer')} to held-out prompts"
         facts.append(f"{subject} {verb} from those before training")
     if changes:
         names = RESPONSES[run.objective.trains_on]
@@ -91,7 +90,6 @@ def describe_change(run: LoggedRun) -> str:
         if rounding:
             fact += f" (rounding: {figure(rounding, 1)})"
         facts.append(fact)
-    largest = max(map(abs, changes.values()), default=0.0)
     # 16-bit weights may be too coarse for the steps of a small lr.
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]
@@ -99,19 +97,17 @@ def describe_change(run: LoggedRun) -> str:
     if not facts:
         return ""
     # Rounding this coarse may hide what a small lr does.
-    if not n_answers and largest <= rounding and rounding > 1e-4:
+    if not answers and largest <= rounding and rounding > 1e-4:
         return f"Whether the model changed cannot be told: {facts[0]}."
-    advice = ""
     if not n_differ and changes and largest <= rounding:
         verb = "did not change"
-        advice = RAISE_LR
-    elif largest >= SMALL_CHANGE and n_answers and not n_differ:
+    elif largest >= SMALL_CHANGE and answers and not n_differ:
         verb = "changed, but not its answers"
-    elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= n_answers)):
+    elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= len(answers))):
         verb = "changed"
     else:
         verb = "hardly changed"
-        advice = RAISE_LR
+    advice = "" if verb.startswith("changed") else ": raise lr, or train longer"
     return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 

@@ -47,7 +47,7 @@ def test_samples_of_drawn_answers_are_those_of_the_ledger(finished):
     for record in run.drawn:
         best, worst = (record["completions"][record[which]]["text"] for which in ("best", "worst"))
         assert (record["prompt"], best, worst) in kept
-    assert (run.online, run.samples, run.problems) == (True, [], [])
+    assert (run.samples, run.problems) == ([], [])
 
 
 def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, spoil, run_dir):
