@@ -1,13 +1,11 @@
 """The report, an HTML page in one file.
 
-Samples and settings may be written by others, so all texts are escaped, and the page has no scripts. At its end a run
-starts `python -m dpo.analysis.page RUN OUT`; people use `dpo report`.
+Samples and settings may be written by others, so all texts are escaped, and the page has no scripts.
 """
 
 import base64
 import json
 import shlex
-import sys
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -39,13 +37,13 @@ HELD_OUT = {  # by label of a result: (metric, +1 if higher is better or -1, fun
 ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_path", "datasets")  # keys below the title
 
 
-def write_report(runs: list[Path], out: Path, *, ended: bool = False) -> Path:
+def write_report(runs: list[Path], out: Path) -> Path:
     """Write the page, and the pictures of some charts, to the directory `out`, and return the page's path.
 
-    `ended` is as in `read_run`. Raises InputError if a path in `runs` is not a run, if `out` cannot be written to, or
-    if a file there that is not from a report has the name of one to be written.
+    Raises InputError if a path in `runs` is not a run, if `out` cannot be written to, or if a file there that is not
+    from a report has the name of one to be written.
     """
-    logged_runs = read_runs(runs, ended=ended)
+    logged_runs = read_runs(runs)
     pictures = draw_charts(logged_runs)
     html = render(logged_runs, pictures)
     try:
@@ -199,10 +197,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str, ensure_ascii=False)
-
-
-if __name__ == "__main__":
-    try:
-        write_report([Path(sys.argv[1])], Path(sys.argv[2]), ended=True)
-    except InputError as error:
-        sys.exit(f"{error}")

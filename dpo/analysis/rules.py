@@ -88,16 +88,13 @@ def find_chosen_fall(run: LoggedRun) -> str:
     return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin_growth) else ""
 
 
-def find_no_better_than_chance(run: LoggedRun) -> str:
-    """The 95 % interval of the held-out accuracy ends below 0.55."""
-    accuracy = run.eval.last(EVAL_ACCURACY)
-    if run.updates < FEWEST_UPDATES or not math.isfinite(accuracy):
+def find_low_share(run: LoggedRun, name: str, *, limit: float, n: Callable[[LoggedRun], float]) -> str:
+    """The 95 % interval of `name`, a share of `n(run)` held-out examples, ends below `limit`."""
+    share = run.eval.last(name)
+    if run.updates < FEWEST_UPDATES or not math.isfinite(share):
         return ""
-    low, high = share_interval(accuracy, n_effective(run))
-    if high >= 0.55:  # it may be better than chance
-        return ""
-    pairs = count(n_evaluated(run), "pair")
-    return f"{EVAL_ACCURACY} {figure(accuracy)} on {pairs}, 95 % interval {figure(low)} to {figure(high)}"
+    low, high = share_interval(share, n(run))
+    return f"{name} {figure(share)}, 95 % interval {figure(low)} to {figure(high)}" if high < limit else ""
 
 
 def find_overfitting(run: LoggedRun) -> str:
@@ -218,15 +215,6 @@ def find_uneven_labels(run: LoggedRun) -> str:
     return f"desirable responses weigh {figure(desirable / undesirable)} times as much as undesirable ones"
 
 
-def find_worse_answers(run: LoggedRun) -> str:
-    """The 95 % interval of the held-out win rate ends below one half."""
-    n = n_evaluated(run, "prompts")
-    rate = run.eval.last("online_eval/win_rate")
-    if not math.isfinite(rate) or share_interval(rate, n)[1] >= 0.5:
-        return ""
-    return f"online_eval/win_rate {figure(rate)} on {count(n, 'held-out prompt')}"
-
-
 def find_length_growth(run: LoggedRun) -> str:
     """Drawn answers are at least 1.5 times as long as at first, and score higher."""
     length, length_now = run.means_at_ends("online/length")
@@ -258,7 +246,8 @@ RULES = (  # in the order of the page
          f"{COLLAPSE_ADVICE.capitalize()}."),
     Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
-    Rule("Held-out pairs are ranked no better than by chance", find_no_better_than_chance,
+    Rule("Held-out pairs are ranked no better than by chance",
+         partial(find_low_share, name=EVAL_ACCURACY, limit=0.55, n=n_effective),
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",
@@ -266,19 +255,20 @@ RULES = (  # in the order of the page
     Rule("The learning rate had little effect", find_missing_effect,
          "Raise lr, shorten warmup_steps, or train for more updates."),
     Rule("Samples are empty or repeat themselves", find_broken_samples,
-         "Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta; if the first "
-         "samples were so too, look at the prompts."),
+         "Train with a smaller lr, fewer epochs or a larger loss.beta; if the first samples were so too, look at the "
+         "prompts."),
     Rule("Samples have changed in length", find_length_change,
          "Balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
          RANKED | ONLINE),
-    Rule("The answers are worse than the reference's", find_worse_answers,
+    Rule("The answers are worse than the reference's",
+         partial(find_low_share, name="online_eval/win_rate", limit=0.5, n=partial(n_evaluated, what="prompts")),
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
     Rule("Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
     Rule("Most prompts give a tie", partial(find_mean_outside, name="online/ties", high=0.5),
          "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
     Rule("An earlier checkpoint is better", find_better_checkpoint,
-         "Use the checkpoint that the link BEST names; on few held-out examples the best of many is in part luck.",
+         "Use the checkpoint BEST; on few held-out examples the best of many is in part luck.",
          level=NOTE),
     Rule("Nearly all gradients are clipped", find_clipping,
          "If this is not meant, raise max_grad_norm.", level=NOTE),

@@ -147,12 +147,8 @@ def look_up(mapping: Any, key: str) -> Any:
 
 
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
-def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
-    """Read a run from its directory.
-
-    `ended` says that the run has ended even if its process still holds the lock, as when a run writes its own report.
-    Raises InputError for a directory that is not a run's or cannot be read.
-    """
+def read_run(path: Path) -> LoggedRun:
+    """Read a run from its directory. Raises InputError for a directory that is not a run's or cannot be read."""
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is not a run: pass the directory of a run, which has config.yaml and metrics.jsonl")
     run = LoggedRun(path.resolve(), path.name)
@@ -178,18 +174,18 @@ def read_run(path: Path, *, ended: bool = False) -> LoggedRun:
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
-    elif not ended and is_locked(run.path):
+    elif "ended" not in run.env and is_locked(run.path):  # the process of a run that has ended may hold the lock still
         run.state = "still training"
     elif run.last_nonfinite > run.updates:  # the update was not logged, so the run ended there
         run.state = "aborted"
     return run
 
 
-def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[LoggedRun]:
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     """Read runs, each once. If two have the same name, all runs are named by their paths."""
     runs = {}
     for path in paths:
-        run = read_run(path, ended=ended)
+        run = read_run(path)
         runs[run.path] = run
     if len({run.name for run in runs.values()}) < len(runs):
         for run in runs.values():

@@ -219,6 +219,6 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
 
 
 def print_result(run_dir: Path) -> None:
-    """Print the directory and the verdict of a run that has ended, even if its process still holds the lock."""
+    """Print the directory and the verdict of a run."""
     print(f"run directory: {run_dir}")
-    print(describe_result(read_run(run_dir, ended=True)), flush=True)
+    print(describe_result(read_run(run_dir)), flush=True)

@@ -115,16 +115,16 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
         return
     verdicts = judge(pairs)
     scores = []
-    lengths = []
+    differences = []  # in length, in characters
     n_flipped = 0
     for pair, verdict in zip(pairs, verdicts, strict=True):
         if verdict.score is not None:
             scores.append(verdict.score)
-            lengths.append((len(pair.first.text), len(pair.second.text)))
+            differences.append(len(pair.first.text) - len(pair.second.text))
             n_flipped += verdict.is_flipped
     if not scores:
         raise InputError(f"the judge gave no valid verdict on {count(len(pairs), 'pair')}: {verdicts[0].reason}")
-    summary = summarize_verdicts(scores, lengths)
+    summary = summarize_verdicts(scores, differences)
     sentences = [summary.describe(policy.name, other.name)]
     rates = {"Win rate": summary.rate}
     if summary.controlled:
@@ -237,10 +237,10 @@ def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, fo
         print(f"{count(len(prompts) - len(fitting), 'prompt')} left out, too long for the model with an answer")
     if not fitting:
         raise InputError("no prompt is left: choose others, or a smaller --max-new-tokens")
+    questions = [format_for_readers(prompt, prompt.text, tokenizer) for prompt in fitting]
     answers = []  # to all prompts, by model
     for model, tokens in zip(models, zip(*encoded, strict=True), strict=True):
-        answers.append(draw_answers(model, fitting, tokens, sampling, folder, batch_size=options.batch_size))
-    questions = [format_for_readers(prompt, prompt.text, tokenizer) for prompt in fitting]
+        answers.append(draw_answers(model, questions, tokens, sampling, folder, batch_size=options.batch_size))
     return list(map(Pair, fitting, questions, *answers))
 
 

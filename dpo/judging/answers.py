@@ -112,7 +112,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
 
 def draw_answers(
     loaded: LoadedModel,
-    prompts: list[Prompt],
+    questions: list[str],
     encoded: tuple[TokenIds, ...],
     sampling: Sampling,
     folder: Path,
@@ -121,8 +121,8 @@ def draw_answers(
 ) -> list[Answer]:
     """Return an answer to each prompt, either from the file ANSWERS in `folder` or drawn now and added to that file.
 
-    `encoded` has the prompts' token ids. The longest prompts are answered first: if memory is too small, this shows
-    at once.
+    `questions` are the prompts as people read them, and `encoded` has their token ids. The longest prompts are answered
+    first: if memory is too small, this shows at once.
     """
     store = JsonLinesStore(folder / ANSWERS, ANSWER_MARK, ANSWER_FORM)
     model = loaded.model
@@ -131,19 +131,13 @@ def draw_answers(
     keys = [hash_texts(identity, repr(sampling), repr(tokens)) for tokens in encoded]
     missing = [i for i, key in enumerate(keys) if key not in store.lines]
     missing.sort(key=lambda i: -len(encoded[i]))
-    with (
-        make_adapter_context(model, loaded.adapter)(),
-        tqdm.tqdm(total=len(missing), desc=loaded.name, disable=not missing) as bar,
-    ):
-        for start in range(0, len(missing), batch_size):
+    with make_adapter_context(model, loaded.adapter)():
+        for start in tqdm.tqdm(range(0, len(missing), batch_size), desc=loaded.name, disable=not missing):
             batch = missing[start : start + batch_size]
             # The indices in `batch` also seed the answers, so an answer does not depend on how prompts are batched.
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)
             for i, new in zip(batch, drawn, strict=True):
-                question = format_for_readers(prompts[i], prompts[i].text, loaded.tokenizer)
-                store.add(
-                    keys[i], model=loaded.name, prompt=question, answer=new.text, tokens=new.tokens, ended=new.ended
-                )
-            bar.update(len(batch))
+                facts = {"prompt": questions[i], "answer": new.text, "tokens": new.tokens, "ended": new.ended}
+                store.add(keys[i], model=loaded.name, **facts)
     lines = [store.lines[key] for key in keys]
     return [Answer(line["answer"], tuple(line["tokens"]), line["ended"]) for line in lines]

@@ -18,7 +18,6 @@ from dpo.judging.answers import hash_texts
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import JsonLinesStore
 
-KEY_VARIABLES = ("JUDGE_API_KEY", "OPENAI_API_KEY")  # the value of the first that is set is sent
 # Only these addresses surely mean this machine: another name may mean another host the next time it is looked up.
 THIS_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:|/|$)", re.IGNORECASE)
 N_TRIES = 4
@@ -50,11 +49,9 @@ class Server:
         self.parallel = parallel
         self.timeout = timeout
         self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
-        keys = [os.environ.get(name, "").strip() for name in KEY_VARIABLES]
-        self._key = next(filter(None, keys), "")  # "" if none is set
-        variables = " or ".join(KEY_VARIABLES)
+        self._key = (os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")).strip()
         if not re.fullmatch("[!-~]*", self._key):  # a header cannot hold other characters
-            raise InputError(f"the key in {variables} has a space, line break or the like: set it without")
+            raise InputError("JUDGE_API_KEY or OPENAI_API_KEY has a space, line break or the like: remove it")
         REMEMBERED.add(self._key)  # so that `redact` removes it from texts
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: set the key in JUDGE_API_KEY instead")
@@ -62,7 +59,9 @@ class Server:
         if THIS_MACHINE.match(self.url):  # a proxy would get key and questions, and would answer itself
             handlers.append(ProxyHandler({}))
         elif self._key and not self.url.lower().startswith("https://"):
-            raise InputError(f"--judge {url} would send the key of {variables} unencrypted: use an https URL")
+            raise InputError(
+                f"--judge {url} would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted: use https"
+            )
         self._opener = build_opener(*handlers)
         self.model = model
         if not model:

@@ -54,10 +54,11 @@ class Summary(NamedTuple):
         return f"{text}. At equal lengths of the answers: {self.controlled}."
 
 
-def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> Summary:
+def summarize_verdicts(scores: list[float], differences: list[int]) -> Summary:
     """Summarize the verdicts on N prompts.
 
-    `scores` (N) are 1 for a win, 0.5 for a tie and 0 for a loss; `lengths` (N) are both answers' lengths in characters.
+    `scores` (N) are 1 for a win, 0.5 for a tie and 0 for a loss; `differences` (N) are by how many characters the first
+    answer is the longer one.
     """
     values = np.array(scores, dtype=float)
     generator = np.random.default_rng(0)
@@ -65,12 +66,12 @@ def summarize_verdicts(scores: list[float], lengths: list[tuple[int, int]]) -> S
     losses = int((values < 0.5).sum())
     deviation = values.std(ddof=1) if len({*scores}) > 1 else 0.5  # equal verdicts show no spread: take the largest
     controlled = None
-    differences = np.array([first - second for first, second in lengths], dtype=float)
-    rarer_side = min((differences > 0).mean(), (differences < 0).mean())
+    surplus = np.array(differences, dtype=float)
+    rarer_side = min((surplus > 0).mean(), (surplus < 0).mean())
     # If one model's answers are nearly always longer, the effect of length cannot be told from the model's quality. If
     # all lengths are equal, there is no such effect.
-    if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not differences.any()):
-        controlled = find_controlled_rate(values, differences, generator)
+    if len(values) >= FEWEST_FOR_LENGTH and (rarer_side >= FEWEST_ON_A_SIDE or not surplus.any()):
+        controlled = find_controlled_rate(values, surplus, generator)
     return Summary(
         n=len(values),
         wins=wins,

@@ -64,6 +64,7 @@ class Callback:
     Callbacks are made before a checkpoint is loaded.
     """
 
+    switch: str = ""  # the key that must be true, if there is one
     files: tuple[str, ...] = ()  # files in the run directory that the callback appends to
     derived: tuple[str, ...] = ()  # files made from `files`
 
@@ -76,7 +77,7 @@ class Callback:
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         """Return whether this process gets this callback; most callbacks are on rank 0 alone."""
-        return context.rank == 0
+        return context.rank == 0 and (not cls.switch or context.plan.values[cls.switch])
 
     def on_start(self) -> None:
         """Called before the first update, on a resume after `load_state_dict`: open files."""

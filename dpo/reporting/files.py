@@ -31,7 +31,8 @@ class Appender(Callback):
             with (self.run_dir / name).open("ab") as file:
                 file.write(content.encode("utf-8", "replace"))
 
-    def find_end(self, path: Path, size: int) -> int:
+    @staticmethod
+    def find_end(path: Path, size: int) -> int:
         """Return the offset of the end of the last complete record, here a line, within the first `size` bytes."""
         with path.open("rb") as file:
             return file.read(size).rfind(b"\n") + 1
@@ -43,11 +44,10 @@ class Appender(Callback):
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path = self.run_dir / name
             size = path.stat().st_size if path.exists() else 0
-            saved_size = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
-            end = 0  # offset of the end of the last complete record that the checkpoint knows
-            if saved_size > 0 and size > 0:
-                end = self.find_end(path, min(saved_size, size))
-            is_unknown = saved_size < 0 < size  # the file has lines of another run
+            saved_size = self._sizes.get(name, 0)
+            # The offset of the end of the last complete record that the checkpoint knows.
+            end = self.find_end(path, saved_size) if size else 0
+            is_unknown = size > 0 and name not in self._sizes  # the file has lines of another run
             if end < saved_size or is_unknown:
                 records = path.read_bytes()[:end] if size else b""  # read now, as the file is renamed below
                 warning = f"{path} is not as the run's checkpoint knows it"

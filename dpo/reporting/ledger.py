@@ -1,11 +1,10 @@
 """The callback that writes the ledger (`ledger=true`); `dpo/analysis/ledger.py` has the format of its files."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from dpo.analysis.ledger import PARQUET, STREAM, append, find_end, write_parquet
 from dpo.models.answers import OnlinePair
-from dpo.reporting.events import Evaluation, RunContext, Update
+from dpo.reporting.events import Evaluation, Update
 from dpo.reporting.files import Appender
 
 
@@ -15,15 +14,10 @@ class Ledger(Appender):
     At the start and at the end of a run it writes all rows as Parquet.
     """
 
+    switch = "ledger"
     files = (STREAM,)
     derived = (PARQUET,)
-
-    @classmethod
-    def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.plan.run.ledger
-
-    def find_end(self, path: Path, size: int) -> int:
-        return find_end(path, size)
+    find_end = staticmethod(find_end)
 
     def on_start(self) -> None:
         super().on_start()

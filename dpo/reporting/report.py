@@ -3,7 +3,7 @@
 import subprocess
 
 from dpo.errors import WarningLine, one_sentence
-from dpo.reporting.events import Callback, RunContext
+from dpo.reporting.events import Callback
 from dpo.system.host import python_process_options
 from dpo.system.run_directory import REPORT
 
@@ -11,18 +11,14 @@ LONGEST_SECS = 120  # the process that writes the report is killed after this ti
 
 
 class ReportWriter(Callback):
-    """Runs `dpo.analysis.page` at the end of a run. If that fails or hangs, the run only warns."""
+    """Runs `dpo report` at the end of a run. If that fails or hangs, the run only warns."""
 
-    @classmethod
-    def is_wanted(cls, context: RunContext) -> bool:
-        return super().is_wanted(context) and context.plan.run.report
+    switch = "report"
 
     def on_end(self) -> None:
-        page = self.run_dir / REPORT
-        folders = (str(self.run_dir), str(page.parent))
         try:
             subprocess.run(
-                **python_process_options("-m", "dpo.analysis.page", *folders, OMP_NUM_THREADS="1"),
+                **python_process_options("-m", "dpo", "report", str(self.run_dir), OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 start_new_session=True,  # so that Ctrl-C reaches only the run
@@ -34,6 +30,6 @@ class ReportWriter(Callback):
         except subprocess.SubprocessError as error:
             why = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2] or "it took too long"
         else:
-            self.log(f"report: {page}")
+            self.log(f"report: {self.run_dir / REPORT}")
             return
         self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))

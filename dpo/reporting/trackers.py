@@ -4,7 +4,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,7 @@ class WandbLogger(Callback):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self._table = wandb.Table
-        self._errors = (wandb.Error, OSError)
+        self._wandb = wandb
         keys = self.plan.wandb
         settings = redact(
             {
@@ -98,7 +96,13 @@ class WandbLogger(Callback):
                 "config": self.plan.nested_values() | self.context.count_parameters(),
             }
         )
-        settings |= {"dir": str(self.run_dir), "id": self._run_id, "resume": "allow"}
+        settings |= {
+            "dir": str(self.run_dir),
+            "id": self._run_id,
+            "resume": "allow",
+            # `x_disable_meta`: W&B's metadata would have the command line, which may hold secrets.
+            "settings": wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),
+        }
         with explaining(
             (wandb.Error, ValueError),  # for wrong settings W&B raises these offline too
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
@@ -113,19 +117,16 @@ class WandbLogger(Callback):
     @staticmethod
     def _start(wandb: Any, settings: Mapping) -> Any:
         """Start a W&B run, and print where it is. Without an API key or after an error it is offline, kept on disk."""
-        # `x_disable_meta`: W&B's metadata would have the command line, which may hold secrets.
-        own_settings = wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True)
-        init = partial(wandb.init, **settings, settings=own_settings)
         reason = "no API key, which `wandb login` would save"
         try:
             # `prompt=False`: else `login` asks for a key on a terminal. Modes other than online need no key.
             if os.environ.get("WANDB_MODE") not in (None, "", "online") or wandb.login(prompt=False):
-                run = init()
+                run = wandb.init(**settings)
                 print(f"W&B: {run.url or run.dir}")
                 return run
         except wandb.Error as error:
             reason = one_sentence(error)
-        run = init(mode="offline")
+        run = wandb.init(**settings, mode="offline")
         folder = Path(run.dir).parent
         print(f"W&B: {reason}, so offline in {folder}: wandb sync {folder}, or wandb.enabled=false")
         return run
@@ -158,7 +159,7 @@ class WandbLogger(Callback):
                 if text is not None:
                     rows.append([n_examples, sample.prompt, text])
             if rows:  # the reference may have none
-                table = self._table(columns=["step", "prompt", "sample"], data=rows)
+                table = self._wandb.Table(columns=["step", "prompt", "sample"], data=rows)
                 self._log({f"{model}_samples": table}, n_examples)
 
     def _log(self, values: Mapping, n_examples: int) -> None:
@@ -171,7 +172,7 @@ class WandbLogger(Callback):
             return
         try:
             call(*arguments)
-        except self._errors as error:
+        except (self._wandb.Error, OSError) as error:
             self._is_disabled = True
             problem = f"W&B logging disabled after an error ({type(error).__name__}: {error})"
             self.log(WarningLine(f"{problem}; metrics.jsonl is complete"))

@@ -80,7 +80,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
     ("Chosen responses become", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
      f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),  # of 20 tokens
     ("Held-out pairs are ranked", changed(HEALTHY, **held_out(evaluate(0.69, 0.45))),
-     "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39"),
+     "rewards_eval/accuracies 0.45, 95 % interval 0.39"),
     ("The held-out loss rises",
      changed(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
      "loss/eval 0.55 at 200 examples, 0.8 at last"),

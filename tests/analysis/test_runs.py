@@ -5,6 +5,7 @@ import fcntl
 import pytest
 from support.pytests import refused
 from support.records import drawn, evaluation, sample, update, write_run
+from support.runs import change_json
 
 from dpo.analysis.page import list_results
 from dpo.analysis.runs import read_run, read_runs
@@ -34,7 +35,8 @@ def test_the_state_of_a_run_is_told_by_its_lock_and_by_what_it_left(tmp_path):
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(folder).state == "still training"
-        assert read_run(folder, ended=True).state == "stopped"  # it says so itself
+        change_json(folder / "env.json", ended="2026-11-22T08:00:00+00:00")
+        assert read_run(folder).state == "stopped"
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and still has it
     assert list_results(read_run(folder))["State"] == "stopped, 2 of 10 updates"
     (folder / "nonfinite-3").mkdir()

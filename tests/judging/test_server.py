@@ -11,7 +11,7 @@ from support.pytests import refused
 from support.runs import append_text
 
 from dpo.judging import server as server_module
-from dpo.judging.server import KEY_VARIABLES, Server
+from dpo.judging.server import Server
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -66,7 +66,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub(monkeypatch):
-    for name in KEY_VARIABLES:
+    for name in ("JUDGE_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(server_module, "WAIT_SECS", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)

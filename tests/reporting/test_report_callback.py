@@ -19,12 +19,11 @@ from dpo.settings.plan import make_plan
     ],
 )
 def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program, why, run_dir, tmp_path, monkeypatch):
-    (tmp_path / "dpo" / "analysis").mkdir(parents=True)
-    (tmp_path / "dpo" / "analysis" / "page.py").write_text(program)
+    (tmp_path / "dpo").mkdir()
+    (tmp_path / "dpo" / "__main__.py").write_text(program)
     if not program:
         monkeypatch.setattr(sys, "executable", "/nowhere")
-    for package in ("dpo", "dpo/analysis"):  # else Python takes ours
-        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "dpo" / "__init__.py").touch()  # else Python takes ours
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
