@@ -29,10 +29,9 @@ COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warm
 FEWEST_UPDATES = 20  # after fewer, the metrics of training or of an evaluation say too little
 
 # The kinds of data are the keys of TRAINS_ON, and "online".
-ONLINE = frozenset({"online"})
 RANKED = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
 FIXED = RANKED | {"labels", "targets"}  # these examples are a dataset's; an online run's change with the policy
-ANY = FIXED | ONLINE
+ANY = FIXED | {"online"}
 
 
 def find_skipped_updates(run: LoggedRun) -> str:
@@ -259,14 +258,14 @@ RULES = (  # in the order of the page
          "prompts."),
     Rule("Samples have changed in length", find_length_change,
          "Balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
-         RANKED | ONLINE),
+         RANKED | {"online"}),
     Rule("The answers are worse than the reference's",
          partial(find_low_share, name="online_eval/win_rate", limit=0.5, n=partial(n_evaluated, what="prompts")),
-         "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores.", ONLINE),
+         "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores."),
     Rule("Scores and lengths grow together", find_length_growth,
-         "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens.", ONLINE),
+         "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens."),
     Rule("Most prompts give a tie", partial(find_mean_outside, name="online/ties", high=0.5),
-         "See whether the scorer is constant; raise online.temperature and online.n_samples.", ONLINE),
+         "See whether the scorer is constant; raise online.temperature and online.n_samples."),
     Rule("An earlier checkpoint is better", find_better_checkpoint,
          "Use the checkpoint BEST; on few held-out examples the best of many is in part luck.",
          level=NOTE),
@@ -278,13 +277,13 @@ RULES = (  # in the order of the page
          "data_problems.jsonl lists them: correct or remove them.", level=NOTE),
     Rule("One label has most of the weight", find_uneven_labels,
          "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.",
-         FIXED, NOTE),
+         level=NOTE),
     Rule("Drawn answers are cut off", partial(find_mean_outside, name="online/eos", low=0.9),
-         "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", ONLINE, NOTE),
+         "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", level=NOTE),
     Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as under it
          partial(find_mean_outside, name="online/kl", high=10.0),
          "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
-         ONLINE, NOTE),
+         level=NOTE),
 )  # fmt: skip
 
 
