@@ -58,7 +58,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
     """Make the trainer of a config as a run does."""
     plan = resolve(config, world_size=world_size)
-    set_up_libraries(plan)
+    set_up_libraries(plan, progress_bars=True)
     policy, reference = model_loaders(plan)
     trainer_class = getattr(trainers, plan.trainer.name)
     return trainer_class(policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size)

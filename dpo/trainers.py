@@ -24,11 +24,7 @@ from dpo.errors import NonFinite, SamplingFailed, ScorerFailed, WarningLine, is_
 from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
-from dpo.parallel.sharding import (
-    clip_gradient,
-    step_and_count_changes,
-    step_optimizer,
-)
+from dpo.parallel.sharding import clip_gradient, step_and_count_changes, step_optimizer
 from dpo.reporting.events import Evaluation, Update
 from dpo.settings.places import store_rows
 from dpo.settings.plan import resolve
@@ -357,7 +353,7 @@ class BasicTrainer(Trainer):
         self.rank = rank
         self.world_size = world_size
         stored: Any = store_rows(config)
-        values: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=False)
+        values: Any = OmegaConf.to_container(OmegaConf.create(stored))
         values |= {"trainer": self.name, "seed": seed, "local_run_dir": str(run_dir)}
         plan = decide_autocast(resolve(values, world_size=world_size, with_plugins=True))
         # Unlike `dpo train`, this class refuses only values that are wrong by themselves, and needs no exp_name.

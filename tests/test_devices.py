@@ -38,7 +38,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "test_a_run_as_on_a_gpu_has_the_numbers_of_a_cpu": (
         "models.attention:attend_in_bfloat16 models.layouts:layout_by_rules models.logprobs:_find_masks "
         "models.logprobs:_in_pieces models.logprobs:token_logps system.host:is_cpu "
-        "training.batches:make_microbatches training.objective:cache_reference training.objective:_to_device"
+        "training.batches:lay_out training.objective:cache_reference training.objective:_to_device"
     ),
     "test_grouped_heads_are_for_torchs_kernels_of_half_precision": "models.attention:_use_grouped_heads",
     "test_models_go_to_the_gpus_that_there_are": (

@@ -218,10 +218,10 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
         "lacking_gb": max(0.0, memory.total() / 1e9 - usable_gb),
         "memory_gb": {purpose: n_bytes / 1e9 for purpose, n_bytes in memory.items()},
         "collectives": {key: {"calls": n, "gb": work.n_bytes[key] / 1e9} for key, n in sorted(work.calls.items())},
-        "tflop": work.flops / 1e12,
-        "seconds": seconds.total,
+        "tflop": work.totals["flops"] / 1e12,
+        "seconds": sum(seconds),
         "seconds_by_purpose": seconds._asdict(),
-        "hours": seconds.total * estimator.data.updates / 3600,
+        "hours": sum(seconds) * estimator.data.updates / 3600,
         "notes": [str(note) for note in notes],
     }
 

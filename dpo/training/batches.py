@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +32,12 @@ class Batch(NamedTuple):
     examples: list[Example]
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
+    cache_rows: Sequence[int] = ()  # per example, its row in the reference's cache; empty: they are not cached
     mismatched: "Batch | None" = None  # each prompt with a response to another prompt, if the loss needs it
     # The next three are for online pairs.
-    drawn: Mapping[int, OnlinePair] = MappingProxyType({})  # the policy's answers, by index in `examples`
-    metrics: Mapping[str, float] = MappingProxyType({})  # `online/...`
-    seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
+    drawn: Mapping[int, OnlinePair] = {}  # the policy's answers, by index in `examples`
+    metrics: Mapping[str, float] = {}  # `online/...`
+    seconds: Mapping[str, float] = {}  # by task: "sampling" and "scoring"
 
 
 def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2) -> Iterator:
@@ -134,12 +133,12 @@ class Batches:
             texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
         )
 
-    def make_microbatches(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
-        """Split a global batch into `n_microbatches` for each process, and return this process's."""
+    def lay_out(self, examples: list[Example], n_microbatches: int, cache_rows: Sequence[int] = ()) -> Batch:
+        """Make a batch of examples, split into `n_microbatches` for each process."""
         microbatches = self.layout.split(examples, n_microbatches, rank=self.rank, size=self.plan.dims.data_size)
         if count_gpus():  # copies from pinned memory are asynchronous
             microbatches = [microbatch.pin_memory() for microbatch in microbatches]
-        return microbatches
+        return Batch(examples, [example.weight for example in examples], microbatches, cache_rows)
 
     def _prepare(
         self,
@@ -154,15 +153,9 @@ class Batches:
         """
         texts = read_examples(prompts, example_ids)
         rows = [first_rows[prompt_index] + index for prompt_index, index in example_ids]
-        batch = self._make_batch(texts, n_microbatches, rows)
+        batch = self.lay_out(self.encode(texts), n_microbatches, rows)
         if self.plan.loss.mismatched:
-            mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
+            mismatched = self.encode(mismatch_examples(prompts, texts, seed=self.seed))
             mismatched_rows = [self._first_mismatched_row + row for row in rows]
-            batch = batch._replace(mismatched=self._make_batch(mismatched_texts, n_microbatches, mismatched_rows))
+            batch = batch._replace(mismatched=self.lay_out(mismatched, n_microbatches, mismatched_rows))
         return batch
-
-    def _make_batch(self, texts: Sequence[TextExample], n_microbatches: int, cache_rows: Sequence[int]) -> Batch:
-        """Tokenize the texts of a batch, and split its examples into microbatches."""
-        examples = self.encode(texts)
-        weights = [example.weight for example in examples]
-        return Batch(examples, weights, self.make_microbatches(examples, n_microbatches), cache_rows)

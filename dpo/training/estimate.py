@@ -27,17 +27,17 @@ from dpo.parallel.collectives import CollectiveCounter, fake_processes
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batch, Batches
+from dpo.training.batches import Batches
 from dpo.training.memory import Bytes, count_all, decide_frozen_weights, find_peak, read_batches
 from dpo.training.objective import MicrobatchMetrics, Objective, Reduced
 from dpo.training.optimization import count_states, make_optimizer
-from dpo.training.parts import place
-from dpo.training.reference import Reference, ReferenceLogps
+from dpo.training.parts import make_reference_logps, place
+from dpo.training.reference import Reference
 
 # The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
 # blocks of two kinds may alternate.
 SMALL, LARGE = 2, 4
-PLAIN_ATTENTION = "plain_sdpa"  # the name under which `use_plain_attention` registers transformers' SDPA
+PLAIN_ATTENTION = "plain_sdpa"  # the name under which `simulate` registers transformers' SDPA
 LATENCY_SECS = 20e-6  # time of a collective besides that of sending its bytes
 
 
@@ -69,8 +69,9 @@ class Work(NamedTuple):
 
     calls: Counter[str]  # numbers of collectives
     n_bytes: Counter[str]  # bytes of the whole tensors that are gathered, reduced or scattered
-    flops: int  # floating-point operations of matrix products and attention
-    trained_bytes: int  # bytes of the weights that this process's optimizer updates
+    # `flops`: floating-point operations of matrix products and attention; `trained_bytes`: bytes of the weights that
+    # this process's optimizer updates
+    totals: Counter[str]
 
 
 class Estimator:
@@ -114,8 +115,7 @@ class Estimator:
         median_index = n_tokens.index(sorted(n_tokens)[len(n_tokens) // 2])
         with fake_processes(plan.dims) as mesh:
             simulated = [simulate(plan, self.data, median_index, mesh, frozen, n) for n in self.block_counts]
-        calls, n_bytes, totals = map(self.extrapolate, zip(*simulated, strict=True))
-        return Work(calls, n_bytes, totals["flops"], totals["trained_bytes"])
+        return Work(*map(self.extrapolate, zip(*simulated, strict=True)))
 
     def extrapolate(self, counts: Sequence[Counter]) -> Counter:
         """Extrapolate counts of models with `block_counts` blocks to the whole model, linearly in the blocks."""
@@ -126,13 +126,10 @@ class Estimator:
         return Counter({key: n + (n - small[key]) * n_more // (LARGE - SMALL) for key, n in large.items()})
 
 
-def simulate(
-    plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, frozen: str | None, n_blocks: int
-) -> tuple[Counter, Counter, Counter]:
+def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, frozen: str | None, n_blocks: int) -> Work:
     """Make an update of a model with `n_blocks` blocks on fake tensors, and count its work.
 
-    Returns `calls`, `n_bytes`, and a counter of the other fields of `Work`. Raises InputError if the model cannot run
-    on tensors without values.
+    Raises InputError if the model cannot run on tensors without values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -143,7 +140,10 @@ def simulate(
 
     def distribute_fake(model: Any, compute_dtype: str) -> Any:
         """Distribute a model as a run does, with fake tensors as its weights."""
-        use_plain_attention(model)
+        if find_attention(model.config) == "sdpa":  # ours for CPUs reads values, which fake tensors do not have
+            AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
+            AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
+            model.set_attn_implementation(PLAIN_ATTENTION)
         is_whole = frozen == "whole"
         return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 
@@ -152,19 +152,18 @@ def simulate(
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     policy = distribute_fake(policy, plan.compute_dtype)
-    is_cached = plan.caches_all_reference_logps
-    logps = ReferenceLogps(plan.data.batch_size, len(plan.loss.reference_columns))
-    logps.table.fill(0)  # any value but NaN, which would mean that an example is not cached
-    reference = Reference(None, None, logps)
-    if plan.reference == "model" and not is_cached:
+    reference = Reference(None, None, make_reference_logps(plan, data))
+    if plan.caches_all_reference_logps:
+        reference.logps.table.fill(0)  # any value but NaN, which means that an example is not cached
+    elif plan.reference == "model":
         structure = make_structure(plan, plan.reference_dtype, n_blocks).eval().requires_grad_(False)
-        reference = Reference(distribute_fake(structure, plan.reference_dtype), None, logps)
-    elif plan.reference in ("base", "adapter"):
-        in_use = make_adapter_context(policy, REFERENCE if plan.reference == "adapter" else None)
-        reference = Reference(policy, None, logps, in_use)
+        reference.model = distribute_fake(structure, plan.reference_dtype)
+    elif plan.reference:
+        reference.model = policy
+        reference.in_use = make_adapter_context(policy, REFERENCE if plan.reference == "adapter" else None)
     objective = FakeObjective(policy, reference, layout, mesh, plan.loss, autocast=DTYPES.get(plan.model.autocast))
     optimizer = make_optimizer(plan.training, policy)
-    batch = make_batch_at(Batches(plan, data, layout), batch_index, is_cached=is_cached)
+    batch = next(Batches(plan, data, layout).train(skip=batch_index))
     counter = CollectiveCounter(mesh)
     flop_counter = FlopCounterMode(display=False)
     policy.train()
@@ -181,7 +180,7 @@ def simulate(
             step_optimizer(optimizer)
     trained = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
     totals = Counter(flops=flop_counter.get_total_flops(), trained_bytes=trained)
-    return counter.calls, counter.n_bytes, totals
+    return Work(counter.calls, counter.n_bytes, totals)
 
 
 class FakeObjective(Objective):
@@ -197,22 +196,6 @@ class FakeObjective(Objective):
         return Reduced({name: torch.zeros(n_examples) for name in columns}, {})
 
 
-def use_plain_attention(model: Any) -> None:
-    """Use transformers' own SDPA: ours for CPUs reads values, which fake tensors do not have."""
-    if find_attention(model.config) == "sdpa":
-        AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
-        AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
-        model.set_attn_implementation(PLAIN_ATTENTION)
-
-
-def make_batch_at(batches: Batches, index: int, *, is_cached: bool = False) -> Batch:
-    """Return the training batch with this index; with `is_cached`, the first rows of the cache are its examples'."""
-    batch = next(batches.train(skip=index))
-    rows = range(len(batch.examples)) if is_cached else ()
-    mismatched = batch.mismatched and batch.mismatched._replace(cache_rows=rows)
-    return batch._replace(cache_rows=rows, mismatched=mismatched)
-
-
 class Seconds(NamedTuple):
     """How long an update takes, by what the time is spent on."""
 
@@ -220,14 +203,10 @@ class Seconds(NamedTuple):
     waiting: float  # for collectives that do not overlap with compute
     optimizer: float
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
 
 def estimate_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
     """Find how long an update takes: FSDP's collectives overlap with compute, those of tensor parallelism do not."""
-    compute = work.flops / (rates.tflops[plan.model.autocast or plan.compute_dtype] * 1e12)
+    compute = work.totals["flops"] / (rates.tflops[plan.model.autocast or plan.compute_dtype] * 1e12)
     dims = plan.dims
     groups = {  # by axis: how many processes a collective has, and the distance between their ranks
         "tensor": (dims.tensor_size, 1),
@@ -249,4 +228,4 @@ def estimate_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
     waiting = seconds_by_axis["tensor"] + seconds_by_axis["all"] + max(0.0, overlapping - compute)
     # The optimizer reads weights, gradients and its states, and writes weights and states.
     n_values = 3 + 2 * count_states(plan.training)
-    return Seconds(compute, waiting, n_values * work.trained_bytes / (rates.memory_gb_per_s * 1e9))
+    return Seconds(compute, waiting, n_values * work.totals["trained_bytes"] / (rates.memory_gb_per_s * 1e9))

@@ -20,7 +20,6 @@ from dpo.errors import RunError, WarningLine, one_sentence
 from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
-from dpo.models.logprobs import TokenLogps
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
@@ -204,7 +203,8 @@ class Objective:
         the tails of responses, with the suffix `_tail`, and sums of the policy's squares (`Scores`), with `_squares`.
         """
         with_squares = self.loss.needs_squares and not prefix  # only those of the policy, which has no prefix
-        tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
+        with self.autocasting():
+            tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
         # A process without examples runs a dummy example, which is dropped here.
@@ -221,11 +221,6 @@ class Objective:
             for role, values in microbatch.by_role(by_side, self.loss.roles).items():
                 columns[f"{prefix}{role}{suffix}"] = values
         return columns
-
-    def forward_tokens(self, model: Any, layout: Layout, inputs: Any, *, with_squares: bool = False) -> TokenLogps:
-        """Return log-probabilities of single tokens, (sides, B, T), under autocast if the plan says so."""
-        with self.autocasting():
-            return layout.forward(model, inputs, with_squares=with_squares)
 
     def autocasting(self) -> torch.autocast:
         """Return the context of all forward passes: `autocast`, or nothing if that is None."""

@@ -226,11 +226,9 @@ class OnlineBatches(Batches):
             if pair.is_tie and self.online.ties == "skip":
                 weights[i] = 0.0  # it stays in the batch, so that all processes run equally many forward passes
         in_order = [examples[i] for i in range(len(prompts))]
-        return Batch(
-            in_order,
-            weights,
-            self.make_microbatches(in_order, self.plan.n_microbatches),
-            cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
+        # The reference's log-probabilities are not cached: the same pairs hardly come again.
+        return self.lay_out(in_order, self.plan.n_microbatches)._replace(
+            weights=weights,
             drawn=drawn,
             metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
             seconds={"sampling": sampling_end - start, "scoring": scoring_end - sampling_end},
@@ -266,13 +264,8 @@ class OnlineBatches(Batches):
                 encoded._replace(responses=(answer.tokens,), roles=("chosen",))
                 for encoded, answer in zip(self._encoded_held_out, answers, strict=True)
             ]
-            batches = [
-                Batch(
-                    part, [1.0] * len(part), self.make_microbatches(part, self.plan.n_eval_microbatches), cache_rows=()
-                )
-                for part in group(examples, self.plan.data.eval_batch_size)
-            ]
-            logps = self.objective.score_all(batches)
+            parts = group(examples, self.plan.data.eval_batch_size)
+            logps = self.objective.score_all(self.lay_out(part, self.plan.n_eval_microbatches) for part in parts)
             self.objective.release()
             columns["kl"] = (logps["chosen"] - logps["reference_chosen"]).tolist()
             columns |= {f"reference_{name}": values for name, values in reference_columns.items()}

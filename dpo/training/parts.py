@@ -145,12 +145,7 @@ class TrainerParts(RunState):
     ) -> Reference | None:
         """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
         plan = self.plan
-        n_rows = self.data.train.counts.sum() + self.data.test.counts.sum()  # rows of the cache, one for each example
-        identity = (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
-        if plan.loss.mismatched:
-            n_rows *= 2  # a mismatched example for each example
-            identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
-        logps = ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
+        logps = make_reference_logps(plan, self.data)
         if plan.reference in ("base", "adapter"):
             adapter = REFERENCE if plan.reference == "adapter" else None
             return Reference(policy, frozen_digest, logps, make_adapter_context(policy, adapter))
@@ -161,6 +156,16 @@ class TrainerParts(RunState):
         model, digest = load_reference(reference, plan, resume_from)
         model = place(plan, model, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.reference_dtype)
         return Reference(model, digest, logps)
+
+
+def make_reference_logps(plan: Plan, data: TrainingData) -> ReferenceLogps:
+    """Make an empty cache of the reference's log-probabilities, with a row for each example."""
+    n_rows = data.train.counts.sum() + data.test.counts.sum()
+    identity = (data.identity, plan.data.max_length, plan.data.max_prompt_length)
+    if plan.loss.mismatched:
+        n_rows *= 2  # a mismatched example for each example
+        identity = (*identity, plan.run.seed)  # mismatched examples depend on the seed
+    return ReferenceLogps(n_rows, len(plan.loss.reference_columns), repr(identity))
 
 
 def agree_on_frozen_weights(plan: Plan, mesh: Mesh, progress: Progress) -> bool:

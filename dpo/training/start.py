@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, describe_model
 from dpo.numbers import count
-from dpo.parallel.mesh import is_rank_0
 from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE_DIR, ResumeRule
 from dpo.settings.plan import Plan
@@ -41,7 +41,7 @@ TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilitie
 MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
 
 
-def set_up_libraries(plan: Plan, *, progress_bars: bool = True) -> None:
+def set_up_libraries(plan: Plan, *, progress_bars: bool) -> None:
     """Seed the random generators and set up torch.
 
     Without `progress_bars`, those of transformers and datasets are disabled, as they would fill a log.
@@ -119,33 +119,23 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
     Every process must call it; rank 0 raises InputError if the disk has no room for the run. With `is_first`, before
     the first update, a note names the tasks that come before it.
     """
-    policy = evaluator.objective.policy
-    notes = [record_setup(plan, evaluator.objective)]
-    notes += describe_microbatches(plan)
-    notes += describe_model(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    objective = evaluator.objective
+    notes = [record_setup(plan, objective)]
+    n_passes = plan.n_microbatches * plan.dims.data_size
+    if plan.data.batch_size % n_passes or plan.n_microbatches != plan.data.gradient_accumulation_steps:
+        notes.append(
+            f"batch_size={plan.data.batch_size} is split over {n_passes} backward passes of all processes, of average "
+            f"size {plan.data.batch_size / n_passes:.3g} (microbatch_size={plan.data.microbatch_size})"
+        )
+    notes += describe_model(objective.policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
-    if is_rank_0() and not plan.run.debug:  # rank 0's machine has the run's directory
+    if objective.mesh.rank == 0 and not plan.run.debug:  # rank 0's machine has the run's directory
         notes.append(_check_disk(plan, data, evaluator))
     if is_first:
         notes.append(list_first_tasks(plan))
     return notes
-
-
-def describe_microbatches(plan: Plan) -> list[str]:
-    """Return a line if microbatches differ in size, or if there are more than gradient_accumulation_steps; else []."""
-    batch_size = plan.data.batch_size
-    n_parts = plan.n_microbatches * plan.dims.data_size
-    if batch_size % n_parts:
-        sizes = f"{batch_size // n_parts} or {batch_size // n_parts + 1}"
-        passes = f"{n_parts} backward passes of all processes"
-        return [f"batch_size={batch_size} is split unevenly over {passes}, of about {sizes} examples"]
-    if plan.n_microbatches == plan.data.gradient_accumulation_steps:
-        return []
-    size = count(batch_size // n_parts, "example")
-    passes = f"{plan.n_microbatches} backward passes of each process per update"
-    return [f"{passes}, of about {size} (microbatch_size={plan.data.microbatch_size})"]
 
 
 def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
@@ -197,9 +187,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     policy = objective.policy
     if not loss.scalar_head:  # a reward model may attend to later tokens
         _check_causality(objective)
-    tested = list(examples[: 2 * mesh.data_size])
-    while len(tested) < mesh.data_size:  # every process needs an example
-        tested.append(tested[0])
+    tested = list(islice(cycle(examples), 2 * mesh.data_size))  # every process needs an example
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
 
@@ -254,16 +242,15 @@ def _check_causality(objective: Objective) -> None:
     the responses end differently. Both are in the batch twice, which shows how much equal rows differ by rounding.
     """
     policy: Any = objective.policy.eval()
-    n = 4  # tokens in the common part and in each end
     vocab_size = policy.config.get_text_config().vocab_size
-    tokens = tuple(i % vocab_size for i in range(1, 2 * n + 2))
-    common = tokens[1 : n + 1]
-    end = tokens[n + 1 :]
+    tokens = tuple(i % vocab_size for i in range(10))
+    common = tokens[2:6]
+    end = tokens[6:]
     padded = Padded()
-    [microbatch] = padded.split([Example(tokens[:1], (common + end, common + end[::-1]))] * 2, 1)
-    with without_compilation(), without_tf32():
-        output = objective.forward_tokens(policy, padded, microbatch.to(objective.device).inputs)
-    logps = output.logps[..., :n]  # (2 responses, 2 equal examples, n): the common tokens
+    [microbatch] = padded.split([Example(tokens[1:2], (common + end, common + end[::-1]))] * 2, 1)
+    with without_compilation(), without_tf32(), objective.autocasting():
+        output = padded.forward(policy, microbatch.to(objective.device).inputs)
+    logps = output.logps[..., : len(common)]  # (2 responses, 2 equal examples, common tokens)
     noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows at two places of the batch
     noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
     if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:

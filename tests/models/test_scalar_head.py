@@ -24,7 +24,6 @@ from dpo.models.paths import ModelPath
 from dpo.models.pretrained import disable_dropout, load_model
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
-from dpo.training.batches import Batch
 
 LORA = ("lora=lora", "lora.r=4", "lora.alpha=8", "lr=1e-2")
 
@@ -87,7 +86,7 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
         if case == "margin":
             margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
             examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]
-        batch = Batch(examples, [1.0] * size, trainer.batches.make_microbatches(examples, 1), cache_rows=())
+        batch = trainer.batches.lay_out(examples, 1)
         found.append(trainer.train_step(batch).metrics["loss/train"])
     assert found == pytest.approx(TRL["losses"][case], rel=1e-4, abs=1e-4)
     assert max(found) - min(found) > 0.1  # it has moved

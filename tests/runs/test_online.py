@@ -33,7 +33,6 @@ from dpo.reporting.events import Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
-from dpo.training.batches import Batch
 from dpo.training.online import Sampler, choose_pair, draw_label
 
 ONLINE = (
@@ -218,7 +217,7 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
         weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
-        alone = Batch(some, [1.0, 1.0], trainers[1].batches.make_microbatches(some, 2), cache_rows=())
+        alone = trainers[1].batches.lay_out(some, 2)
         ours = trainers[0].train_step(batch._replace(weights=weights, cache_rows=()))
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
