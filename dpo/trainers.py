@@ -45,10 +45,6 @@ class Trainer(TrainerParts):
     """A policy's training: the loop, and what is due before, between and after updates."""
 
     @property
-    def policy(self) -> nn.Module:
-        return self.objective.policy
-
-    @property
     def reference_model(self) -> nn.Module | None:
         return self.objective.separate_reference
 

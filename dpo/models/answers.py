@@ -71,7 +71,6 @@ def choose_sampling(
     wanted: Mapping,
     *,
     chat: bool = False,
-    max_new_tokens: int = 0,
     **fields: Any,
 ) -> Sampling:
     """Choose temperature, top-p and top-k: the value in `wanted`, else the generation config's, else a default.
@@ -88,12 +87,7 @@ def choose_sampling(
             chosen[name] = wanted[name]
         elif published is not None and KEYS[f"sample_{name}"].accepts(published):
             chosen[name] = published
-    return Sampling(
-        max_new_tokens,
-        **chosen,
-        end_tokens=list_end_tokens(config, tokenizer),
-        **fields,
-    )
+    return Sampling(**chosen, end_tokens=list_end_tokens(config, tokenizer), **fields)
 
 
 def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:

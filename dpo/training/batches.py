@@ -25,6 +25,8 @@ from dpo.models.layouts import Layout, Microbatch
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
 
+AHEAD = 2  # batches that are prepared before they are due
+
 
 class Batch(NamedTuple):
     """B examples of an update or evaluation, the same on every process, and this process's microbatches."""
@@ -40,10 +42,10 @@ class Batch(NamedTuple):
     seconds: Mapping[str, float] = {}  # by task: "sampling" and "scoring"
 
 
-def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2) -> Iterator:
+def prefetch(items: Iterable, prepare: Callable, *, workers: int) -> Iterator:
     """Yield `prepare(item)` for each item, in order.
 
-    `workers` threads prepare up to `ahead` results beyond the one that is due; with 0 workers, nothing is prepared
+    `workers` threads prepare up to AHEAD results beyond the one that is due; with 0 workers, nothing is prepared
     early. An error of `prepare` is raised when its result is due.
     """
     if not workers:
@@ -55,7 +57,7 @@ def prefetch(items: Iterable, prepare: Callable, *, workers: int, ahead: int = 2
         try:
             for item in items:
                 waiting.append(pool.submit(prepare, item))
-                if len(waiting) > ahead:
+                if len(waiting) > AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -167,9 +167,12 @@ def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, froze
     counter = CollectiveCounter(mesh)
     flop_counter = FlopCounterMode(display=False)
     policy.train()
-    problem = f"{plan.model.name_or_path} cannot be estimated, as it does not run on tensors without values"
-    advice = "a mixture of experts may need model.fsdp_policy_mp=bfloat16"
-    explaining = explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)} ({advice})"))
+    explaining = explaining_library(
+        lambda error: InputError(
+            f"{plan.model.name_or_path} does not run on tensors without values: {one_sentence(error)} (a mixture of "
+            f"experts may need model.fsdp_policy_mp=bfloat16)"
+        )
+    )
     with counter, flop_counter, explaining:
         context = objective.prepare(batch)  # outside of `fake`, as it reads values: the weights of the examples
         with fake:

@@ -69,13 +69,14 @@ class Evaluator:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How tokens are chosen in all answers of evaluations; each draw sets its own length and seed."""
+        """How tokens are chosen in all answers of evaluations; each draw sets its own seed."""
         plan = self.plan.evaluation
         return choose_sampling(
             self.objective.policy,
             self.data.tokenizer,
             {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k},
             chat=all(self.data.test[example.id[0]].rendered for example in chain(*self.sampled)),
+            max_new_tokens=plan.n_eval_tokens or self.plan.data.max_length,
             cache_implementation=self.plan.model.cache_implementation,
         )
 
@@ -130,7 +131,8 @@ class Evaluator:
         by_prompt = {example.prompt: example for example in chain(*self.prompts)}  # several examples may share one
         examples = list(by_prompt.values())[:N_VERDICT_PROMPTS]
         batches = group(examples, self.plan.data.eval_batch_size)
-        greedy = self.sampling._replace(temperature=0, max_new_tokens=N_VERDICT_TOKENS)
+        n_tokens = min(N_VERDICT_TOKENS, self.sampling.max_new_tokens)
+        greedy = self.sampling._replace(temperature=0, max_new_tokens=n_tokens)
         answers = self._answer(self.objective.policy, batches, greedy)
         return {
             mark_truncation(example, self.data.test[example.id[0]], self.data.tokenizer): answer.text
@@ -150,18 +152,15 @@ class Evaluator:
         """Return a model's answers to the examples' prompts, on every process; each batch is divided among them."""
         answers = []
         for examples in batches:
-            limit = self._limit_new_tokens(max(len(example.prompt) for example in examples))
-            if sampling.max_new_tokens:  # 0: as many as fit
-                limit = min(limit, sampling.max_new_tokens)
             numbers = range(len(answers), len(answers) + len(examples))
-            settings = sampling._replace(max_new_tokens=limit)
+            settings = self._fit(sampling, max(len(example.prompt) for example in examples))
             answers += self.sampler.draw(model.eval(), examples, numbers, settings, may_fail=True)
         return answers
 
-    def _limit_new_tokens(self, n_prompt_tokens: int) -> int:
-        """Return how many tokens an answer may have: `n_eval_tokens`, or what `max_length` leaves if that is less."""
+    def _fit(self, sampling: Sampling, n_prompt_tokens: int) -> Sampling:
+        """Shorten answers to what `max_length` leaves beside a prompt."""
         n_left = self.plan.data.max_length - n_prompt_tokens
-        return min(n_left, self.plan.evaluation.n_eval_tokens or n_left)
+        return sampling._replace(max_new_tokens=min(sampling.max_new_tokens, n_left))
 
     def continue_batch(self, batch: Any, n_examples: int, model: Any) -> list[str]:
         """Return a model's continuations of a batch's prompts; each process has a batch of its own.
@@ -172,5 +171,5 @@ class Evaluator:
         mask = batch["prompt_attention_mask"].bool()
         prompts = [tuple(row[is_token].tolist()) for row, is_token in zip(ids, mask, strict=True)]
         seed = (self.plan.run.seed, n_examples, self.objective.mesh.data_rank)
-        sampling = self.sampling._replace(max_new_tokens=self._limit_new_tokens(ids.shape[1]), seed=seed)
+        sampling = self._fit(self.sampling._replace(seed=seed), ids.shape[1])
         return [answer.text for answer in self.sampler.answer(model.eval(), prompts, range(len(prompts)), sampling)]

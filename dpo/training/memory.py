@@ -4,7 +4,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -392,13 +392,10 @@ def explain_memory_error(plan: Plan, data: TrainingData) -> Iterator:
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
         needs = ""
-        try:
+        with suppress(MemoryError, RuntimeError):  # there may be too little memory even to predict it
             memory, _ = predict(plan, data)
             needs = (
                 f"a process needs about {memory.total() / 1e9:.2f} GB, and its device has "
                 f"{_find_available(plan) / 1e9:.2f} GB; "
             )
-        except (MemoryError, RuntimeError) as another:
-            if not is_memory_error(another):  # else there is too little memory even to predict it
-                raise
         raise RunError(f"out of memory: {needs}try {WAYS_TO_SAVE} ({one_sentence(error)[:200]})") from error

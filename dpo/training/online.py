@@ -1,4 +1,4 @@
-"""Answers drawn by all processes of a run together, and online pairs of them (arXiv 2402.04792).
+"""Answers drawn by all processes of a run together, online pairs of them (arXiv 2402.04792), and stops of all.
 
 Each answer of a run has a number, which seeds its random generator together with the run's seed. So an answer depends,
 up to rounding, only on the weights and these two, and checkpoints need no state of the sampling.
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -27,11 +27,12 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
+from dpo.system.signals import Stopped
 from dpo.system.waiting import all_arrive, meet_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
-from dpo.training.stop import StopRequest
 
+TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check for a stop is a collective that waits for the device
 PATIENCE_SECS = 10  # how long a process that cannot sample waits for the others to fail too: more than a token takes
 # These are mixed into the seeds of random generators, so that the generators of an update draw different numbers.
 OFFLINE_STREAM = 1
@@ -43,6 +44,30 @@ FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; t
 # reference had the policy's numbers, the win rate would compare correlated answers.
 POLICY_STREAM = 0
 REFERENCE_STREAM = 1
+
+
+@dataclass
+class StopRequest:
+    """The signals that this process has received, and whether the processes have agreed to stop."""
+
+    mesh: Mesh
+    signals: list[int] = field(default_factory=list)  # signal numbers, in the order received
+    is_agreed: bool = False  # whether every process knows that one has received a signal; set by `train_step`
+
+    def raise_if_agreed(self) -> None:
+        """Raise Stopped if all processes have agreed; one that runs alone needs no agreement."""
+        if self.is_agreed or (self.mesh.world_size == 1 and self.signals):
+            raise Stopped(*self.signals[:1])  # a process without a signal of its own raises Stopped with its default
+
+    def raise_if_any(self) -> None:
+        """Raise Stopped on every process if any has received a signal; with several processes, a collective."""
+        if self.mesh.any(bool(self.signals)):
+            raise Stopped(*self.signals[:1])
+
+    def raise_before_token(self, index: int) -> None:
+        """Call `raise_if_any` before the token at `index` of an answer; with several processes, only before some."""
+        if self.mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
+            self.raise_if_any()
 
 
 def gather_results(mesh: Mesh, result: Any, failure: str | None, error_class: type[Exception]) -> list:
@@ -364,9 +389,8 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> OnlinePair:
 
 def draw_label(drawn: OnlinePair, seed: Sequence[int]) -> OnlinePair:
     """Draw which answer of a pair is the chosen one: the best, with the probability of the Bradley-Terry model."""
-    best_answer = drawn.answers[drawn.best]
-    worst_answer = drawn.answers[drawn.worst]
-    probability_of_best = 1 / (1 + math.exp(worst_answer.score - best_answer.score))
+    best, worst = drawn.pair
+    probability_of_best = 1 / (1 + math.exp(worst.score - best.score))
     return drawn._replace(is_flipped=bool(np.random.default_rng(seed).random() >= probability_of_best))
 
 

@@ -25,10 +25,9 @@ from dpo.training.batches import Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.objective import make_objective
-from dpo.training.online import OnlineBatches, Sampler
+from dpo.training.online import OnlineBatches, Sampler, StopRequest
 from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
-from dpo.training.stop import StopRequest
 
 
 class TrainerParts(RunState):
@@ -48,10 +47,8 @@ class TrainerParts(RunState):
         self.progress = Progress(plan, silent=rank != 0)
         self.mesh = mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
         self.stop = StopRequest(mesh)
-        self.frozen_whole = agree_on_frozen_weights(plan, mesh, self.progress)
-        policy, reference = self._find_models(models, resume_from)
-        policy, frozen_digest = self._make_policy(policy, resume_from)
-        reference = self._make_reference(reference, policy, frozen_digest, resume_from)
+        policy, reference, frozen_digest = self._make_models(models, resume_from)
+        self.policy = policy
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
         self.scheduler = Schedule(plan.training, self.optimizer, updates=data.updates, data_size=mesh.data_size)
@@ -98,7 +95,7 @@ class TrainerParts(RunState):
         They are made anew each time: as they refer to this trainer, an attribute would form a cycle.
         """
         reference = self.objective.reference
-        parts = [policy_part(self.objective.policy)]
+        parts = [policy_part(self.policy)]
         if reference and self.plan.follow_every:  # the reference is saved only if it changes
             parts.append(ModelPart(FOLLOWING, reference.model))
         return [
@@ -126,36 +123,33 @@ class TrainerParts(RunState):
         self.progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
         return model_loaders(self.plan, resume_from)
 
-    def _make_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
-        """Load and distribute the policy; return it with the digest of its frozen weights, if they are the reference.
+    def _make_models(self, models: tuple | None, resume_from: Path | None) -> tuple[Any, Reference | None, str | None]:
+        """Load and distribute policy and reference; return them, and the digest of the policy's frozen weights, if any.
 
-        Raises InputError if its vocabulary or its positions do not suffice for the data.
+        The reference is the policy with another adapter or none, or a separate model. Raises InputError if the policy's
+        vocabulary or its positions do not suffice for the data.
         """
         plan = self.plan
+        frozen_whole = agree_on_frozen_weights(plan, self.mesh, self.progress)
+        policy, reference_model = self._find_models(models, resume_from)
         policy, frozen_digest = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, plan.data.max_length)
         if plan.training.activation_checkpointing:
             checkpoint_activations(policy)
-        policy = place(plan, policy, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.compute_dtype)
-        return policy, frozen_digest
-
-    def _make_reference(
-        self, reference: Any, policy: Any, frozen_digest: str | None, resume_from: Path | None
-    ) -> Reference | None:
-        """Make the reference: the policy with another adapter or none, or a separate model; None if there is none."""
-        plan = self.plan
+        policy = place(plan, policy, self.mesh, frozen_whole=frozen_whole, compute_dtype=plan.compute_dtype)
+        reference = None
         logps = make_reference_logps(plan, self.data)
         if plan.reference in ("base", "adapter"):
             adapter = REFERENCE if plan.reference == "adapter" else None
-            return Reference(policy, frozen_digest, logps, make_adapter_context(policy, adapter))
-        if reference is None:
-            if plan.reference == "model":
-                raise InputError(f"loss={plan.loss.name} needs a reference model")
-            return None
-        model, digest = load_reference(reference, plan, resume_from)
-        model = place(plan, model, self.mesh, frozen_whole=self.frozen_whole, compute_dtype=plan.reference_dtype)
-        return Reference(model, digest, logps)
+            reference = Reference(policy, frozen_digest, logps, make_adapter_context(policy, adapter))
+        elif reference_model is not None:
+            model, digest = load_reference(reference_model, plan, resume_from)
+            model = place(plan, model, self.mesh, frozen_whole=frozen_whole, compute_dtype=plan.reference_dtype)
+            reference = Reference(model, digest, logps)
+        elif plan.reference:
+            raise InputError(f"loss={plan.loss.name} needs a reference model")
+        return policy, reference, frozen_digest
 
 
 def make_reference_logps(plan: Plan, data: TrainingData) -> ReferenceLogps:

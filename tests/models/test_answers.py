@@ -45,7 +45,7 @@ def test_the_users_value_comes_before_the_models_and_the_models_before_a_default
 ):
     for name, value in published.items():
         setattr(tiny_llama.generation_config, name, value)
-    found = choose_sampling(tiny_llama, tokenizer, {**dict.fromkeys(DEFAULTS), **wanted}, chat=chat)
+    found = choose_sampling(tiny_llama, tokenizer, {**dict.fromkeys(DEFAULTS), **wanted}, chat=chat, max_new_tokens=1)
     assert (found.temperature, found.top_p, found.top_k) == chosen
 
 

@@ -104,7 +104,7 @@ def kill_after_update(number: int) -> None:
 def fail_to_sample(*ranks: int) -> None:
     """Let these ranks fail at the third token of every sample, which a checkpoint precedes."""
     from dpo.training.evaluation import Evaluator
-    from dpo.training.stop import StopRequest
+    from dpo.training.online import StopRequest
 
     check, draw = StopRequest.raise_before_token, Evaluator.samples
 

@@ -20,7 +20,7 @@ def test_results_come_in_the_order_of_the_items_however_long_each_takes(workers)
 
 def test_two_items_are_prepared_ahead_and_no_more():
     prepared = []
-    results = prefetch(range(10), prepared.append, workers=1, ahead=2)
+    results = prefetch(range(10), prepared.append, workers=1)
     next(results)
     deadline = time.monotonic() + 5
     while len(prepared) < 3 and time.monotonic() < deadline:
