@@ -134,11 +134,12 @@ class AdaptedLayer(nn.Module):
         generator: torch.Generator,
     ) -> None:
         """Add an adapter, not yet active; A is drawn as in PEFT, and B is 0, so it adds 0 to the output."""
-        a = torch.empty(r, self.in_features)
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        b = torch.zeros(self.out_features, r)
-        self.lora_A[name] = FactorA(a.to(self.weight.device))
-        self.lora_B[name] = FactorB(b.to(self.weight.device))
+        a = nn.utils.skip_init(FactorA, self.in_features, r, bias=False)
+        b = nn.utils.skip_init(FactorB, r, self.out_features, bias=False)
+        nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(b.weight)
+        self.lora_A[name] = a.to(self.weight.device)
+        self.lora_B[name] = b.to(self.weight.device)
         self.lora_dropout[name] = nn.Dropout(dropout) if dropout else nn.Identity()
         self.scaling[name] = alpha / r
 
@@ -158,15 +159,11 @@ class AdaptedLayer(nn.Module):
 class FactorA(nn.Linear):
     """An adapter's matrix A, stored in float32, and cast to the input's dtype for each product."""
 
-    def __init__(self, weight: Tensor):
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")  # its weight is replaced below
-        self.weight = nn.Parameter(weight)
-
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight.to(x.dtype))
 
 
-class FactorB(FactorA):
+class FactorB(nn.Linear):
     """An adapter's matrix B; `forward` returns base + scale * x @ B.T, where `base` is the base layer's output."""
 
     def forward(self, x: Tensor, base: Tensor, scale: float) -> Tensor:

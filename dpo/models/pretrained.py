@@ -17,7 +17,7 @@ from dpo.models.adapters import count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
 from dpo.models.logprobs import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath
-from dpo.models.published import is_text_part, map_weights, replace_by_stubs, set_names_in_class
+from dpo.models.published import map_weights, replace_by_stubs, set_names_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings.keys import Dtype
@@ -42,8 +42,8 @@ def take_model(passed: Any) -> Any:
     model = unwrap(passed)
     if not isinstance(model, transformers.PreTrainedModel) or isinstance(model, FSDPModule):
         raise InputError(
-            f"the model given is a {type(model).__name__}: pass the model of transformers itself; "
-            f"trainer=FSDPTrainer shards it, and lora=lora adds an adapter"
+            f"the model given is a {type(model).__name__}: pass a model of transformers, which trainer=FSDPTrainer "
+            f"shards, and lora=lora adapts"
         )
     return model
 
@@ -57,17 +57,15 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
             f"model.name_or_path={name} is an adapter: set model.archive to it, with lora=lora, and "
             f"model.name_or_path to its base; or merge both: dpo export {name} DIR --merge"
         )
-    options = dict(source.options)
+    with explaining_load_errors("model", name):
+        config = transformers.AutoConfig.from_pretrained(name, **source.options)
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if source.scalar_head:
-        options["num_labels"] = 1
+        config.num_labels = 1
         mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    with explaining_load_errors("model", name):
-        config = transformers.AutoConfig.from_pretrained(name, **options)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"model {name!r} is quantized: use the model that it was made from")
     has_own_code = auto_class in (getattr(config, "auto_map", None) or {})
-    has_own_code |= not type(config).__module__.startswith("transformers.")
     # Transformers would load only the decoder of an encoder-decoder model.
     if not has_own_code and (type(config) not in mapping or config.is_encoder_decoder):
         saved_class = ", ".join(config.architectures or [type(config).__name__])
@@ -79,27 +77,31 @@ def load_config(source: ModelPath) -> transformers.PretrainedConfig:
 
 
 def load_structure(
-    source: ModelPath, *, dtype: torch.dtype, attn_implementation: str = "eager", n_blocks: int | None = None
+    source: ModelPath,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "eager",
+    n_blocks: int | None = None,
+    device: str = "meta",
 ) -> Any:
-    """Make the model that `load_model` would load, on the meta device; with `n_blocks`, only its first blocks."""
+    """Make the model that `load_model` would load, with random weights unless it is on the meta device.
+
+    With `n_blocks`, it has only its first blocks.
+    """
     config = load_config(source)
     if n_blocks:
         text_config = config.get_text_config()
         text_config.num_hidden_layers = n_blocks
         if kinds := getattr(text_config, "layer_types", None):
             text_config.layer_types = kinds[:n_blocks]
-    with explaining_load_errors("model", source.name), torch.device("meta"):
-        return _adjust(_make(source, config, dtype, attn_implementation), source, config)
-
-
-def _make(source: ModelPath, config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Make a model with the random initial weights of its class."""
-    return source.auto_class.from_config(
-        config,
-        dtype=dtype,
-        attn_implementation=choose_attention(attention),
-        trust_remote_code=source.trust_remote_code,
-    )
+    with explaining_load_errors("model", source.name), torch.device(device):
+        model = source.auto_class.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=choose_attention(attn_implementation),
+            trust_remote_code=source.trust_remote_code,
+        )
+        return _adjust(model, source, config)
 
 
 def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> tuple[Any, dict]:
@@ -148,29 +150,28 @@ def load_model(
     config = load_config(source)
     structure = None
     state = {}  # if it stays empty, transformers loads the model's own weights
+    stored = {}  # by name, the tensor in a file that a stub in `state` stands for
     with explaining_load_errors("model", source.name):
-        if source.archive is not None:
-            structure = load_structure(source, dtype=dtype)
-            # checked before memory is taken for the model
-            state = read_archive(source.archive, structure, stays_in_files=stays_in_files)
-        elif random_init:
+        if random_init and not source.archive:
             # Weights are drawn on the CPU in float32, so models of the same seed are equal up to rounding in any dtype.
             with torch.random.fork_rng(range(count_gpus())):  # without the range, torch warns of several GPUs
                 torch.manual_seed(seed)
-                structure = _make(source, config, torch.float32, attn_implementation)
+                structure = load_structure(source, dtype=torch.float32, device="cpu")
             state = structure.state_dict()
-        elif stays_in_files:
+        elif source.archive or stays_in_files:
             structure = load_structure(source, dtype=dtype)
-            state = map_weights(structure, source)
+            if source.archive:
+                # checked before memory is taken for the model
+                state = read_archive(source.archive, structure, stays_in_files=stays_in_files)
+            else:
+                state = map_weights(structure, source)
+            if stays_in_files:
+                state, stored = replace_by_stubs(structure, state)
             if not state:
                 print(f"{source.name} is loaded as a whole, as its weights cannot be mapped to its files")
-        stored = {}  # by name, the tensor in a file that a stub stands for
-        if stays_in_files and not (random_init and source.archive is None):
-            state, stored = replace_by_stubs(structure, state)
         if state:
-            model_config = config.get_text_config() if is_text_part(config) else config
             # None: the weights are those of `state`, and no file of the model is read
-            load = partial(type(structure).from_pretrained, None, config=model_config, state_dict=state)
+            load = partial(type(structure).from_pretrained, None, config=structure.config, state_dict=state)
         else:
             load = partial(source.auto_class.from_pretrained, source.name, config=config, **source.options)
         # Transformers casts and places the weights one by one, so that there is no second copy.
@@ -184,9 +185,9 @@ def load_model(
             model.name_or_path = model.config.name_or_path = source.name
             if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
                 model.generation_config = load_generation_config(source)
-            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            for name, parameter in model.named_parameters(remove_duplicate=False):
                 if name in stored:
-                    tensor.stored = stored[name]
+                    parameter.stored = stored[name]
             for tensor in (*model.parameters(), *model.buffers()):
                 if not hasattr(tensor, "stored"):  # copied, as it may be mapped from a file that is replaced later
                     tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
@@ -235,15 +236,13 @@ def list_limits(model: Any) -> list[tuple[float, str]]:
     """List limits on the tokens of a row, each with its reason; infinity where there is no limit."""
     config = model.config.get_text_config()
     limits = [(count_positions(model), "the number of its positions")]
-    n_positions = getattr(config, "max_position_embeddings", 0)
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):  # a kind of layers may have parameters of its own
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        length = n_positions
-        if kind == "longrope":
-            own_length = rope.get("original_max_position_embeddings")
-            length = own_length or getattr(config, "original_max_position_embeddings", n_positions)
         if kind in ("dynamic", "longrope"):  # their frequencies change with a longer row
+            length = config.max_position_embeddings
+            if kind == "longrope":
+                length = rope["original_max_position_embeddings"]
             limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
     return limits
 
@@ -273,12 +272,11 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
-        warning = f"max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for"
-        notes.append(WarningLine(warning))
+        notes.append(WarningLine(f"max_length={max_length:,} is more than the {limit:,} tokens {name} was made for"))
     n_trainable, n_total = count_parameters(model).values()
     if n_trainable < n_total:
         share = n_trainable / n_total
-        notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
+        notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%})")
         # A layer's experts are one tensor of three dims, as is a depthwise convolution's kernel, whose second dim is 1.
         n_experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3 and weight.shape[1] > 1)
         if n_experts:
@@ -304,6 +302,5 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(owner, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
-            is_number = type(value) in (int, float)  # not bool
-            if is_number and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+            if "drop" in name and type(value) in (int, float):  # not bool
                 setattr(owner, name, type(value)(0))  # keeps the type, as some configs accept only an int
