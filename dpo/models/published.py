@@ -6,15 +6,13 @@ Some checkpoints have a vision part, too.
 from collections.abc import Set
 from functools import partial
 from typing import Any
-from zipfile import is_zipfile
 
-import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -43,10 +41,7 @@ def read_weights(source: Any) -> Tensors:
             if file.endswith(".json"):
                 paths, _ = get_checkpoint_shard_files(source.name, path, cache_dir=source.cache_dir)
             for part in paths:
-                if part.endswith(".safetensors"):
-                    weights |= load_file(part)
-                else:  # torch.save wrote no ZIP archives before 2020, and other files cannot be mapped
-                    weights |= torch.load(part, "cpu", weights_only=True, mmap=is_zipfile(part))
+                weights |= load_state_dict(part)
             break
     return weights
 
@@ -116,21 +111,22 @@ def map_weights(structure: Any, source: Any) -> Tensors:
 
 
 def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box."""
-    if view.shape == whole.shape and view.stride() == whole.stride():
-        return (0,) * whole.ndim, tuple(whole.shape)
-    begin = tuple(map(int, np.unravel_index(int(view.storage_offset()), whole.shape)))
-    # The view's dims must come in the order of the whole tensor's, or it is transposed.
-    remaining = [(stride, n) for stride, n in zip(view.stride(), view.shape, strict=True) if n > 1]
-    lengths = []
-    for start, n, stride in zip(begin, whole.shape, whole.stride(), strict=True):
-        length = 1
-        if n > 1 and remaining and remaining[0][0] == stride:
-            _, length = remaining.pop(0)
+    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box.
+
+    The view may lack the first dims, which an index has taken away, as that of an expert.
+    """
+    n_missing = whole.ndim - view.ndim
+    if view.stride() != whole.stride()[n_missing:]:
+        return None
+    lengths = (1,) * n_missing + tuple(view.shape)
+    begin = []
+    offset = int(view.storage_offset())
+    for stride, length, n in zip(whole.stride(), lengths, whole.shape, strict=True):
+        start, offset = divmod(offset, stride)
         if start + length > n:
             return None
-        lengths.append(length)
-    return None if remaining else (begin, tuple(lengths))
+        begin.append(start)
+    return tuple(begin), lengths
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:
