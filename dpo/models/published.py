@@ -74,10 +74,7 @@ def map_weights(structure: Any, source: Any) -> Tensors:
     stored = read_weights(source)
     # Transformers' conversion for saving is run on tensors without values. The storage of each result shows of which
     # weight it is a view, as every weight has a storage of its own here, even if it is tied.
-    expected = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in structure.state_dict().items()
-    }
+    expected = {name: torch.empty_like(tensor) for name, tensor in structure.state_dict().items()}
     own_names = {tensor.untyped_storage(): name for name, tensor in expected.items()}
     # The files have the model's own names, or those under which transformers would save.
     for convert in (dict, partial(revert_weight_conversion, structure)):
@@ -99,13 +96,13 @@ def map_weights(structure: Any, source: Any) -> Tensors:
             own, begin, shape = places[name]
             parts.setdefault(own, []).append((begin, stored[stored_name].reshape(shape)))
         weights = {}
-        for own, pieces in parts.items():
-            dtypes = {piece.dtype for _, piece in pieces}
-            if len(dtypes) > 1 or sum(piece.numel() for _, piece in pieces) != expected[own].numel():
-                return {}
-            weights[own] = pieces[0][1]
-            if len(pieces) > 1:
-                weights[own] = SplitTensor(expected[own].shape, dtypes.pop(), pieces)
+        try:
+            for own, pieces in parts.items():
+                weights[own] = pieces[0][1]
+                if len(pieces) > 1:
+                    weights[own] = SplitTensor(expected[own].shape, weights[own].dtype, pieces)
+        except ValueError:  # pieces of several dtypes
+            return {}
         return weights
     return {}
 
@@ -135,11 +132,11 @@ def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:
     Stubs have the shapes of the parameters, and the dtypes of the model `structure`, so `from_pretrained` loads them.
     The scalar head is no stub, as loading an adapter may write into it.
     """
-    expected = structure.state_dict(keep_vars=True)
+    expected = dict(structure.named_parameters(remove_duplicate=False))
     stubs = drop_copies(structure, state)
     parameters = {}
     for name, tensor in stubs.items():
-        if isinstance(expected[name], torch.nn.Parameter) and name != HEAD_WEIGHT:
+        if name in expected and name != HEAD_WEIGHT:
             parameters[name] = tensor
             # The stubs of tied weights that differ in the files differ too, so that transformers does not tie them.
             value = float(name in structure.all_tied_weights_keys)
@@ -171,9 +168,7 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
     In `stored`, all weights of the body have one prefix, and those of the head have one that may differ. The body is
     the submodule with the blocks, such as `model` of Llama. The `optional` weights may be missing.
     """
-    embeddings = model.get_input_embeddings()
-    [path] = [name for name, module in model.named_modules() if module is embeddings]
-    body_prefix = path.partition(".")[0] + "."
+    body_prefix = f"{model.base_model_prefix}."
     body = {}  # name without the prefix -> name
     head = {}
     for name in weights:
@@ -186,9 +181,8 @@ def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str
         # The candidates are all prefixes with which `stored` has the first weight; the dots keep whole components.
         prefixes = {key.removesuffix(first) for key in stored if f".{key}".endswith(f".{first}")}
         for short, name in required.items():
-            for prefix in list(prefixes):
-                if prefix + short not in stored or stored[prefix + short].shape != weights[name].shape:
-                    prefixes.remove(prefix)
+            found = {prefix for prefix in prefixes if prefix + short in stored}
+            prefixes = {prefix for prefix in found if stored[prefix + short].shape == weights[name].shape}
         if len(prefixes) != 1 and required:
             return {}
         for prefix in prefixes:
@@ -204,20 +198,18 @@ def add_keys_for_both_versions(written: dict, config: Any) -> None:
     if "num_local_experts" in written:
         written.setdefault("num_experts", written["num_local_experts"])
     rope = config.to_dict().get("rope_parameters") or {}
-    added = {"rope_parameters": rope}
     full = rope  # the parameters of layers with full attention
     if config.model_type in ROPE_BY_KIND:
         full = rope["full_attention"]
-        added["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        written.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
     if "rope_theta" not in full:
         return
-    added["rope_theta"] = full["rope_theta"]
-    added["rope_scaling"] = None
-    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = dict(full)
+    added = {"rope_parameters": rope, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": None}
+    if "partial_rotary_factor" in full:
+        added["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
     if scaling.get("rope_type", "default") != "default":
         added["rope_scaling"] = scaling
-    if "partial_rotary_factor" in full:
-        added["partial_rotary_factor"] = full["partial_rotary_factor"]
     if config.model_type == "gpt_neox":
         added["rotary_emb_base"] = full["rope_theta"]
         added["rotary_pct"] = full["partial_rotary_factor"]

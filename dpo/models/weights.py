@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dpo.checkpoint.files import DamagedCheckpoint, read_state
+from dpo.checkpoint.files import read_state
 from dpo.checkpoint.shards import SplitTensor
-from dpo.errors import InputError, explaining
+from dpo.errors import InputError
 from dpo.models.adapters import POLICY, adapter_weights, base_weights
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 from dpo.models.paths import find_archive
@@ -30,8 +30,7 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
     sharded checkpoint are joined only when something is computed with them.
     """
     path = find_archive(archive)
-    with explaining(DamagedCheckpoint, lambda why: InputError(f"{path} cannot be read as a policy.pt: {why}")):
-        state = read_state(path)
+    state = read_state(path)
     if not isinstance(state, Mapping) or not all(map(torch.is_tensor, state.values())):
         raise InputError(f"{path} is not a policy.pt: its 'state' does not map names to tensors")
     expected = model.state_dict(keep_vars=True)
@@ -45,16 +44,13 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
         named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
         del expected[HEAD_WEIGHT]
     # Tied weights are one object with several names in the model, and a file may have any of these names.
-    in_file = set()  # the model's weights for which the file has a value
-    problems = []
+    in_file = {expected.get(name) for name in named}  # the model's weights for which the file has a value
+    problems = [f"it lacks {name}" for name, weight in expected.items() if weight not in in_file]
     for name, tensor in named.items():
         if name not in expected:
             problems.append(f"{name} is not in the model")
-            continue
-        in_file.add(expected[name])
-        if tensor.shape != expected[name].shape:
+        elif tensor.shape != expected[name].shape:
             problems.append(f"{name} has another shape")
-    problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in in_file]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
     if stays_in_files:
