@@ -85,8 +85,9 @@ def notes_on_base(plan: Plan) -> list[str]:
     name = plan.model.name_or_path
     if not trained_on or resolve_name(trained_on) == resolve_name(name):
         return []
-    warning = f"model.archive={plan.model.archive} was trained on {trained_on}, and model.name_or_path={name}"
-    return [WarningLine(warning)]
+    return [
+        WarningLine(f"model.archive={plan.model.archive} was trained on {trained_on}, and model.name_or_path={name}")
+    ]
 
 
 # --- checking and loading --------------------------------------------------------------------------------------------
@@ -112,7 +113,6 @@ def check_parts(plan: Plan) -> None:
     """Raise any InputError that loading would raise, without reading the model's own weights."""
     start = check_model(plan)
     structure = make_structure(plan)
-    check_blocks(plan, structure)
     check_positions(structure, plan.data.max_length)
     if start.archive is not None:
         read_archive(start.archive, structure, stays_in_files=True)
@@ -259,15 +259,7 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> Any:
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         lora = plan.lora
         dropout = lora.dropout if name == POLICY else 0.0
-        add_adapter(
-            model,
-            lora.r,
-            lora.alpha,
-            lora.target_modules,
-            name=name,
-            dropout=dropout,
-            seed=plan.run.seed,
-        )
+        add_adapter(model, lora.r, lora.alpha, lora.target_modules, name=name, dropout=dropout, seed=plan.run.seed)
         if directory is not None and is_rank_0():
             load_adapter(model, directory, name)
     return model

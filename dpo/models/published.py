@@ -5,6 +5,7 @@ Some checkpoints have a vision part, too.
 
 from collections.abc import Set
 from functools import partial
+from statistics import mode
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def map_weights(structure: Any, source: Any) -> Tensors:
                 return {}
             places[name] = own, *box
         tied = {name for name, (own, *_) in places.items() if own in structure.all_tied_weights_keys}
-        names = match_names(structure, views, stored, tied)
+        names = match_names(views, stored, tied)
         if not names:
             continue
         parts = {}  # by the model's own names
@@ -157,18 +158,18 @@ def rename_weights(model: Any, state: Tensors, stored: Tensors) -> Tensors:
     for convert in (dict, partial(revert_weight_conversion, model)):
         weights = convert(with_copies)
         copies = weights.keys() - convert(state).keys()
-        if names := match_names(model, weights, stored, copies):
+        if names := match_names(weights, stored, copies):
             return {stored_name: weights[name] for name, stored_name in names.items()}
     return {}
 
 
-def match_names(model: Any, weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[str, str]:
+def match_names(weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[str, str]:
     """Map names of weights to names in `stored`, which may have other prefixes; {} if that is ambiguous.
 
     In `stored`, all weights of the body have one prefix, and those of the head have one that may differ. The body is
-    the submodule with the blocks, such as `model` of Llama. The `optional` weights may be missing.
+    the submodule with most of the weights, such as `model` of Llama. The `optional` weights may be missing.
     """
-    body_prefix = f"{model.base_model_prefix}."
+    body_prefix = mode(name.partition(".")[0] for name in weights) + "."
     body = {}  # name without the prefix -> name
     head = {}
     for name in weights:
@@ -247,7 +248,7 @@ def set_names_in_class(model: Any, config: Any) -> None:
         whole = transformers.AutoModelForImageTextToText.from_config(config)
     model.checkpoint_class = type(whole).__name__
     tied = model.all_tied_weights_keys.keys()
-    model.names_in_class = match_names(model, model.state_dict(), whole.state_dict(), tied)
+    model.names_in_class = match_names(model.state_dict(), whole.state_dict(), tied)
     if not model.names_in_class:
         raise ambiguity(model, f"the class {model.checkpoint_class}")
 
