@@ -92,8 +92,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     ),
     f"{RUNS}::test_features_train_as_on_a_cpu": "models.pretrained:load_model models.scoring:seeded_generators",
     f"{RUNS}::test_doctor_computes_on_every_gpu": (
-        "commands.doctor:check_devices commands.doctor:find_gpus commands.doctor:_sum system.host:has_bfloat16 "
-        "utils:print_gpu_memory"
+        "commands.doctor:check_devices commands.doctor:_sum system.host:has_bfloat16 utils:print_gpu_memory"
     ),
 }
 ASKS = re.compile(r"cuda|nccl|nvml|(?<!synced_)gpu|capability|bf16_supported|has_bfloat16|is_cpu|\.type == 'cpu'")

@@ -1,15 +1,17 @@
 """Make a full checkpoint of a sharded one (checkpoint_format=sharded), with a tensor at a time in memory.
 
-    dpo consolidate RUN_OR_CHECKPOINT OUT [--hf]
+    dpo consolidate RUN_OR_CHECKPOINT OUT
 
 OUT gets policy.pt, optimizer.pt and scheduler.pt as the reference code writes them, and all that a run needs to resume
-from it. With --hf it gets what dpo export writes, which has more options: a model for transformers, or an adapter.
+from it.
 """
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dpo.checkpoint.files import MANIFEST, check_complete, read_file, read_state, write_checkpoint
+from dpo.checkpoint.shards import SHARDS, join_in_files
 from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.settings.places import check_exists
@@ -17,18 +19,10 @@ from dpo.settings.places import check_exists
 
 @command
 def main(arguments: list[str]) -> None:
-    from dpo.checkpoint.files import MANIFEST, check_complete, read_file, write_checkpoint
-
     parser = make_parser("consolidate", __doc__)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--hf", action="store_true", help="make a model for transformers, or an adapter")
     options = parser.parse_args(arguments)
-    if options.hf:
-        from dpo.models.export import export
-
-        print(f"wrote {export(options.path, options.out)}")
-        return
     checkpoint = options.path.expanduser().resolve()
     check_exists(checkpoint)
     if not (checkpoint / MANIFEST).exists():
@@ -49,9 +43,6 @@ def read_states(checkpoint: Path, files: Mapping, folder: Path) -> Iterator[tupl
 
     A file that is not a state is yielded as bytes. `folder` is where temporary files may be written.
     """
-    from dpo.checkpoint.files import read_state
-    from dpo.checkpoint.shards import SHARDS, join_in_files
-
     for name in files:
         path = checkpoint / name
         if path.match(SHARDS):  # read below, with the state of which it has a part

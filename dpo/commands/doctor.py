@@ -16,7 +16,6 @@ from collections import Counter
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -70,8 +69,8 @@ def check_packages() -> list[str]:
     return problems
 
 
-def list_problems() -> list[str]:
-    """Print what packages and hardware there are, and return what is wrong with them."""
+def main(arguments: list[str]) -> int:
+    make_parser("doctor", __doc__).parse_args(arguments)
     problems = check_packages()
     total, available = host_memory()
     free = shutil.disk_usage(".").free
@@ -91,27 +90,12 @@ def list_problems() -> list[str]:
             problems.append(f"devices: {last_line[:300]}; NCCL_DEBUG=INFO shows more of NCCL")
     except subprocess.TimeoutExpired:
         problems.append(f"devices: no answer within {LIMIT_SECS} s")
-    return problems
-
-
-class Gpu(NamedTuple):
-    name: str
-    free: int  # bytes
-    total: int
-    has_bfloat16: bool
-
-
-def find_gpus() -> list[Gpu]:
-    """List the GPUs, after a matrix product on each."""
-    import torch
-
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        ones = torch.ones(512, 512, device=f"cuda:{i}")
-        assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
-        with torch.cuda.device(i):
-            gpus.append(Gpu(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i), has_bfloat16()))
-    return gpus
+    for problem in problems:
+        print(f"problem: {problem}")
+    if problems:
+        return 1
+    print("no problems")
+    return 0
 
 
 def find_links(n_gpus: int) -> Counter[str]:
@@ -135,8 +119,11 @@ def find_links(n_gpus: int) -> Counter[str]:
     return links
 
 
-def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
-    """Return the lines that recommend settings for a machine with these GPUs and links."""
+def recommend(gpus: list[bool], links: Counter[str]) -> list[str]:
+    """Return the lines that recommend settings for a machine with these GPUs and links.
+
+    Of each GPU it is given whether it computes in bfloat16.
+    """
     n = len(gpus)
     settings = "trainer=BasicTrainer"
     dtype_key = "model.autocast"
@@ -145,7 +132,7 @@ def recommend(gpus: list[Gpu], links: Counter[str]) -> list[str]:
         settings = f"trainer=FSDPTrainer world_size={n} batch_size={8 * n}"
         dtype_key = "model.fsdp_policy_mp"
     if gpus:
-        dtype = "bfloat16" if all(gpu.has_bfloat16 for gpu in gpus) else "float16"
+        dtype = "bfloat16" if all(gpus) else "float16"
         settings += f" {dtype_key}={dtype} model.reference_dtype={dtype}"
     lines = [f"recommended: dpo train {settings} ...", f"  {count(max(n, 1), 'process', 'processes')} in {dtype}"]
     if n > 1 and not all(link.startswith("NV") for link in links):
@@ -163,12 +150,17 @@ def check_devices() -> None:
     """
     import torch
 
-    gpus = find_gpus()
-    n_gpus = len(gpus)
+    n_gpus = torch.cuda.device_count()
+    gpus = []  # whether each computes in bfloat16
+    for i in range(n_gpus):
+        ones = torch.ones(512, 512, device=f"cuda:{i}")
+        assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
+        with torch.cuda.device(i):
+            gpus.append(has_bfloat16())
+        free, total = torch.cuda.mem_get_info(i)
+        dtypes = "bfloat16" if gpus[i] else "no bfloat16"
+        print(f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {dtypes}")
     links = find_links(n_gpus)
-    for i, gpu in enumerate(gpus):
-        dtypes = "bfloat16" if gpu.has_bfloat16 else "no bfloat16"
-        print(f"GPU {i}: {gpu.name}, {gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free, {dtypes}")
     for link, n in links.items():
         print(f"{count(n, 'pair')} of GPUs linked by {link}")
     print("\n".join(recommend(gpus, links)), flush=True)
@@ -191,14 +183,3 @@ def _sum(rank: int, backend: str, size: int, folder: str) -> None:
     dist.all_reduce(values)
     assert (values == size * (size + 1) / 2).all(), f"the sum is wrong on rank {rank}"
     dist.destroy_process_group()
-
-
-def main(arguments: list[str]) -> int:
-    make_parser("doctor", __doc__).parse_args(arguments)
-    problems = list_problems()
-    for problem in problems:
-        print(f"problem: {problem}")
-    if problems:
-        return 1
-    print("no problems")
-    return 0

@@ -11,7 +11,6 @@ dpo train. The rates of GPUs are assumed, unless --rates names a file: docs/dist
 import json
 import math
 import shlex
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -19,11 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from dpo.analysis.runs import read_run
 from dpo.commands import command, make_parser
+from dpo.data.preflight import load_data
 from dpo.errors import InputError
+from dpo.models.loading import find_model_config
 from dpo.numbers import count
+from dpo.parallel.tensor_parallel import check_tensor_parallel
+from dpo.settings.command_line import check_command_line, parse_key
+from dpo.settings.keys import dotted
 from dpo.settings.places import check_exists
+from dpo.settings.plan import Plan, make_plan
+from dpo.settings.validation import find_problems, read_plan
 from dpo.system.plain_files import has_form, read_json
+from dpo.training.estimate import RATES, Estimator, Rates, estimate_seconds
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
 TRIED = (  # keys that the command sets itself, most of them to several values in turn
@@ -33,13 +41,14 @@ TRIED = (  # keys that the command sets itself, most of them to several values i
 NUMBER = (int, float)
 RATES_FORM = {
     "memory_gb": NUMBER,
-    "tflops": dict,
+    "tflops.bfloat16": NUMBER,
+    "tflops.float16": NUMBER,
+    "tflops.float32": NUMBER,
     "memory_gb_per_s": NUMBER,
     "machine_gb_per_s": NUMBER,
     "network_gb_per_s": NUMBER,
     "gpus_per_machine": int,
 }
-TFLOPS_FORM = {"bfloat16": NUMBER, "float16": NUMBER, "float32": NUMBER}
 COLUMNS = "{:<60} {:>6} {:>8} {:>9} {:>6} {:>8}"
 
 
@@ -50,15 +59,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rates", type=Path, metavar="FILE", help="rates of GPUs by name, as JSON")
     parser.add_argument("--run", type=Path, help="a run, whose processes used the GPUs")
     parser.add_argument("--json", action="store_true", help="print all ways as JSON")
-    options, settings = parser.parse_known_args(arguments)
-    if unknown := [text for text in settings if text.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-
-    from dpo.data.preflight import load_data
-    from dpo.settings.command_line import check_command_line, parse_key
-    from dpo.settings.plan import make_plan
-    from dpo.training.estimate import RATES, Estimator
-
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for dpo train")
+    options = parser.parse_intermixed_args(arguments)
+    settings = options.settings
     rates = read_rates(options.rates) if options.rates else RATES
     clusters = [parse_gpus(text, rates) for text in options.gpus]
     measured = {}
@@ -101,8 +104,6 @@ def main(arguments: list[str]) -> None:
 
 def read_rates(path: Path) -> dict:
     """Read rates of GPUs from a file, and add RATES; for a GPU of RATES, rates that the file leaves out are assumed."""
-    from dpo.training.estimate import RATES, Rates
-
     check_exists(path)
     entries = read_json(path)
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
@@ -111,28 +112,19 @@ def read_rates(path: Path) -> dict:
     for name, entry in entries.items():
         assumed = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
         values = {**assumed, **entry}
-        has_all = values.keys() == RATES_FORM.keys() and has_form(values, RATES_FORM)
-        numbers = [0]  # refused below, unless all rates are there
-        if has_all and has_form(values["tflops"], TFLOPS_FORM):
-            numbers = [*values["tflops"].values(), *(value for key, value in values.items() if key != "tflops")]
-        if min(numbers) <= 0:
-            raise InputError(
-                f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}, with tflops for "
-                f"{', '.join(TFLOPS_FORM)}"
-            )
+        numbers = dict(dotted(values))
+        has_all = numbers.keys() == RATES_FORM.keys() and has_form(numbers, RATES_FORM)
+        if not has_all or min(numbers.values()) <= 0:
+            raise InputError(f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}")
         rates[name.lower()] = Rates(**values)
     return rates
 
 
-def read_measured(run_dir: Path) -> tuple[Any, int, dict]:
+def read_measured(run_dir: Path) -> tuple[Plan, int, dict]:
     """Return the plan of a run, the number of GPUs of its machine, and what it measured.
 
     `{"measured": {"memory_gb": ..., "seconds": ...}}` has the peak of memory, and the median time of an update.
     """
-    from dpo.analysis.runs import read_run
-    from dpo.settings.plan import make_plan
-    from dpo.settings.validation import read_plan
-
     run = read_run(run_dir)
     values = read_plan(run_dir / "config.yaml", prefixes=("",)).values
     n_here = len(run.env.get("gpus", ()))
@@ -149,17 +141,12 @@ def parse_gpus(text: str, rates: Mapping) -> tuple[str, int]:
     return name, int(number)
 
 
-def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
+def list_ways(plan: Plan, n_gpus: int, rates: Rates) -> Iterator[list[Plan]]:
     """Yield a list of plans for each way to divide the model, without and with activation checkpointing.
 
     The plans of a list have 1, 2, 4, ... backward passes per update, and the last one has a pass for each example of a
     process.
     """
-    from dpo.models.loading import find_model_config
-    from dpo.parallel.tensor_parallel import check_tensor_parallel
-    from dpo.settings.plan import make_plan
-    from dpo.settings.validation import find_problems
-
     n_here = min(n_gpus, rates.gpus_per_machine)
     divisions: list[dict] = [{"trainer": "FSDPTrainer"}]
     if n_gpus > n_here and n_gpus % n_here == 0:
@@ -187,26 +174,18 @@ def list_ways(plan: Any, n_gpus: int, rates: Any) -> Iterator[list]:
             yield plans
 
 
-def measure(plans: Sequence[Any], estimator: Any) -> dict:
+def measure(plans: Sequence[Plan], estimator: Estimator) -> dict:
     """Return the costs, as `--json` prints them, of the first plan that fits into memory, or of the last if none does.
 
     The plans have ever more backward passes.
     """
-    from dpo.training.estimate import estimate_seconds
-
     usable_gb = USABLE * estimator.rates.memory_gb
     frozen = estimator.decide_frozen_weights(plans[0])
-    memories = {}
-
-    def fits(index: int) -> bool:
-        memories[index] = estimator.estimate_memory(plans[index], frozen)
-        return memories[index][0].total() / 1e9 <= usable_gb
-
-    last = len(plans) - 1
-    # Bisection finds the first plan that fits, or else the last one, as memory falls with the number of passes.
-    index = bisect_left(range(last), True, key=fits)
-    plan = plans[index]
-    memory, notes = memories.get(index) or estimator.estimate_memory(plan, frozen)
+    for plan in plans:
+        memory, notes = estimator.estimate_memory(plan, frozen)
+        lacking_gb = max(0.0, memory.total() / 1e9 - usable_gb)
+        if not lacking_gb:
+            break
     work = estimator.estimate_work(plan, frozen)
     seconds = estimate_seconds(plan, work, estimator.rates)
     keys = ("trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps")
@@ -215,7 +194,7 @@ def measure(plans: Sequence[Any], estimator: Any) -> dict:
             **{key: plan.values[key] for key in keys if plan.values.get(key)},
             "activation_checkpointing": plan.training.activation_checkpointing,
         },
-        "lacking_gb": max(0.0, memory.total() / 1e9 - usable_gb),
+        "lacking_gb": lacking_gb,
         "memory_gb": {purpose: n_bytes / 1e9 for purpose, n_bytes in memory.items()},
         "collectives": {key: {"calls": n, "gb": work.n_bytes[key] / 1e9} for key, n in sorted(work.calls.items())},
         "tflop": work.totals["flops"] / 1e12,

@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
-    kind, _, file = (options.judge or "").partition(":")
+    kind, _, source = (options.judge or "").partition(":")
     # The options recorded with the verdicts become defaults, so that the same answers are drawn; options of the command
     # line still override them.
-    if kind == "verdicts" and file:
-        for verdict in judges.read_verdicts(file).values():
+    if kind == "verdicts" and source:
+        for verdict in judges.read_verdicts(source).values():
             for name, value in verdict["drawn"].items():
                 if name in SAMPLING_OPTIONS and value is not None:
                     parser.set_defaults(**{name: str(value)})

@@ -143,18 +143,14 @@ def push(folder: Path, name: str, run_id: str | None, *, public: bool, may_overw
         REMEMBERED.add(get_token() or "")  # so that no message of an error shows it
         if not api.repo_exists(name):
             api.create_repo(name, private=not public)
-        elif not may_overwrite and (run_id is None or _find_run_id(api, name) != run_id):
-            raise InputError(f"{name} exists, and this run did not make it: choose another name, or pass --yes")
-        elif public:
-            print(f"{name} exists, and stays as private or public as it is: --public is for a new one")
+        else:
+            card = {}
+            if not may_overwrite and api.file_exists(name, "README.md"):
+                card = metadata_load(hf_hub_download(name, "README.md", force_download=True)) or {}
+            if not may_overwrite and (run_id is None or card.get(RUN_KEY) != run_id):
+                raise InputError(f"{name} exists, and this run did not make it: choose another name, or pass --yes")
+            if public:
+                print(f"{name} exists, and stays as private or public as it is: --public is for a new one")
         message = f"Trained by dpo {__version__}"
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=[*PUSHED.split()])
     print(f"pushed to {api.endpoint}/{name}")
-
-
-def _find_run_id(api: HfApi, name: str) -> str | None:
-    """Read the id of the run that made a repository from its card; None if it has none."""
-    if not api.file_exists(name, "README.md"):
-        return None
-    card = hf_hub_download(name, "README.md", force_download=True)
-    return (metadata_load(card) or {}).get(RUN_KEY)

@@ -423,7 +423,7 @@ OmegaConf.register_new_resolver("package_dir", lambda: str(PACKAGE_DIR), replace
 
 
 def compose_config(**chosen: str) -> dict:
-    """Compose the files of `config/` as Hydra does, with options of its groups, such as `loss="dpo"`.
+    """Compose `config.yaml` as Hydra does, with options of its groups, such as `loss="dpo"`.
 
     An unknown option counts as `none`, and an unknown loss as MISSING.
     """
@@ -432,46 +432,36 @@ def compose_config(**chosen: str) -> dict:
 
 @cache  # the files do not change while a process runs
 def _compose(**chosen: str) -> dict:
-    def merge_defaults(content: DictConfig, folder: Path) -> DictConfig:
-        """Merge a file's content with the files that its `defaults` list names, in the list's order.
-
-        An entry that chooses an option of a group is noted in `chosen`, for `load_option`.
-        """
-        names = []
-        for entry in content.pop("defaults", []):
-            if isinstance(entry, str):
-                names.append(entry.partition("@")[0])
-            else:
-                # An option that is already chosen stays: the caller has chosen it, or a file that builds on this one
-                # and was read before it.
-                for group, option in entry.items():
-                    chosen.setdefault(group.removeprefix("override /"), option)
-        if "_self_" not in names:
-            names.append("_self_")
-        parts = [content if name == "_self_" else load_file(folder / f"{name}.yaml") for name in names]
-        return OmegaConf.merge(*parts)  # type: ignore[return-value]
-
-    def load_file(file: Path) -> DictConfig:
-        return merge_defaults(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
-
-    def load_option(group: str) -> DictConfig | None:
-        """Load the file of the group's chosen option, or else its `none.yaml`, if there is one."""
-        folder = CONFIG_DIR / group
-        if group == "loss" and chosen["loss"] in plugins.ADDED_LOSSES:
-            return merge_defaults(describe_added_loss(chosen["loss"]), folder)
-        for name in (chosen.get(group), "none"):
-            file = folder / f"{name}.yaml"
-            # In the config of an old run, a name may be a path, which is not looked up.
-            if os.path.isfile(file) and "/" not in str(name):
-                return load_file(file)
-        return None
-
-    experiment = load_option("experiment") or {}  # before config.yaml, so that the options that it chooses stay chosen
-    config = load_file(CONFIG_DIR / "config.yaml")
+    config = OmegaConf.load(CONFIG_DIR / "config.yaml")
+    options = {}
+    for entry in config.pop("defaults"):
+        if entry != "_self_":
+            options |= entry
+    options |= chosen
     del config["hydra"]
     for group in ("model", *GROUPS):
-        config[group] = load_option(group) or {"name": MISSING}
-    return OmegaConf.to_container(OmegaConf.merge(config, experiment))  # type: ignore[return-value]
+        files = {file.stem: file for file in CONFIG_DIR.glob(f"{group}/*.yaml")}
+        name = options[group]
+        if group == "loss" and name in plugins.ADDED_LOSSES:
+            config[group] = _merge_defaults(describe_added_loss(name), CONFIG_DIR / group)
+        elif file := files.get(name) or files.get("none"):
+            config[group] = _load_options(file)
+        else:
+            config[group] = {"name": MISSING}
+    return OmegaConf.to_container(config)  # type: ignore[return-value]
+
+
+def _load_options(file: Path) -> DictConfig:
+    return _merge_defaults(OmegaConf.load(file), file.parent)  # type: ignore[arg-type]
+
+
+def _merge_defaults(content: DictConfig, folder: Path) -> DictConfig:
+    """Merge a file's content, `_self_`, with the files that its `defaults` list names, in the list's order."""
+    parts = []
+    for entry in content.pop("defaults", ["_self_"]):
+        file = folder / f"{entry.partition('@')[0]}.yaml"
+        parts.append(content if entry == "_self_" else _load_options(file))
+    return OmegaConf.merge(*parts)  # type: ignore[return-value]
 
 
 def describe_added_loss(name: str) -> DictConfig:
