@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from dpo.settings.command_line import PARSER, check_line, parse, parse_key
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
-from dpo.system.plain_files import read_json, write_file, write_json
+from dpo.system.plain_files import read_json, write_file
 from dpo.system.run_directory import exiting_on_failure
 from dpo.system.signals import end_on_stop_signals
 from dpo.train import RUN_LOG
@@ -35,17 +34,14 @@ if TYPE_CHECKING:
 
 # Through these files the child tells this process where it writes, and why it failed.
 RUN_DIR_FILE = "place.txt"
-FAILURE_FILE = "failure.json"
+FAILURE_FILE = "failure.txt"
 
 
-@dataclass(frozen=True, repr=False)
 class Result:
     """The results of a run, read from its directory. The run may still train, or be one of the command line."""
 
-    directory: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", Path(self.directory))  # users may pass a string
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
 
     @property
     def metrics(self) -> "pd.DataFrame":
@@ -166,11 +162,11 @@ def _train_in_child(overrides: Sequence[str]) -> Path:
             child.terminate()
             child.wait()
             raise
-        if Path(folder, FAILURE_FILE).exists():
-            failure = read_json(Path(folder, FAILURE_FILE))
-            raise (InputError if failure["is_input"] else RunError)(failure["message"])
-    if child.returncode or metrics is None:  # a bug, or a stop signal
-        raise RunError("\n".join(output.lines[-20:]))
+        failure = Path(folder, FAILURE_FILE)
+        if failure.exists():
+            raise (InputError if child.returncode == 2 else RunError)(failure.read_text(encoding="utf-8"))
+        if child.returncode or metrics is None:  # a bug, or a stop signal
+            raise RunError("\n".join(output.path.read_text(errors="replace").splitlines()[-20:]))
     return metrics.path.parent
 
 
@@ -179,7 +175,6 @@ class _Tail:
 
     def __init__(self, path: Path):
         self.path = path
-        self.lines: list[str] = []  # all that were read
         self._end = 0  # byte where the last complete line ends
 
     def read(self) -> list[str]:
@@ -190,9 +185,7 @@ class _Tail:
             file.seek(min(self._end, file.seek(0, os.SEEK_END)))  # a resumed run truncates its logs
             *lines, unfinished = file.read().split(b"\n")
             self._end = file.tell() - len(unfinished)
-        new = [line.decode(errors="replace") for line in lines]
-        self.lines += new
-        return new
+        return [line.decode(errors="replace") for line in lines]
 
 
 def _run_child(parent: int, folder: str) -> None:
@@ -216,6 +209,6 @@ def _run_child(parent: int, folder: str) -> None:
             write_file(Path(folder, RUN_DIR_FILE), os.path.abspath(plan.run.local_run_dir).encode())
             run_plan(plan)
         except (InputError, RunError) as error:
-            failure = {"is_input": isinstance(error, InputError), "message": redact(str(error))}
-            write_json(Path(folder, FAILURE_FILE), failure)
+            message = redact(str(error)).encode(errors="backslashreplace")
+            write_file(Path(folder, FAILURE_FILE), message)
             raise

@@ -26,7 +26,6 @@ def add_loss(name: str, formula: Callable[..., Losses], **fields: Any) -> None:
     `fields` are those of `dpo.losses.Loss`. Raises InputError for a parameter without a type, or with another type than
     a parameter of this name has in another loss.
     """
-    _check_name(name, LOSSES, "loss")
     loss = Loss(formula, **fields)
     known_types = list_options()
     parameters = inspect.signature(formula).parameters
@@ -39,8 +38,8 @@ def add_loss(name: str, formula: Callable[..., Losses], **fields: Any) -> None:
             raise InputError(f"loss {name}: its option {option} must have the type of other losses' {option}, {known}")
         default = parameters[option].default
         defaults[option] = REQUIRED if default is inspect.Parameter.empty else default
+    _add("loss", name, loss, LOSSES)
     ADDED_LOSSES[name] = defaults
-    LOSSES[name] = loss
 
 
 def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
@@ -48,8 +47,7 @@ def add_dataset(name: str, load: Callable[[str], Rows | None]) -> None:
 
     If `load("test")` returns None, some of the prompts are held out as the test split.
     """
-    _check_name(name, DATASETS, "dataset")
-    DATASETS[name] = load
+    _add("dataset", name, load, DATASETS)
 
 
 def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
@@ -57,26 +55,24 @@ def add_reader(name: str, read: Callable[[Mapping], Mapping | None]) -> None:
 
     `read` turns a row of the data into one that docs/formats.md describes, or returns None to leave the row out.
     """
-    _check_name(name, READERS, "reader")
-    READERS[name] = read
+    _add("reader", name, read, READERS)
 
 
 def add_optimizer(name: str, optimizer: type) -> None:
     """Add `optimizer=NAME`, a class like those of `torch.optim`; its arguments are `optimizer_args`."""
-    _check_name(name, OPTIMIZERS, "optimizer")
-    OPTIMIZERS[name] = optimizer
+    _add("optimizer", name, optimizer, OPTIMIZERS)
 
 
 def add_callback(name: str, callback: type) -> None:
     """Add a subclass of `dpo.reporting.events.Callback` to every run; `name` is the key of its state in checkpoints."""
-    _check_name(name, CALLBACKS, "callback")
-    CALLBACKS[name] = callback
+    _add("callback", name, callback, CALLBACKS)
 
 
-def _check_name(name: str, table: Mapping, what: str) -> None:
-    """Raise InputError for a name that the table has, or that is no identifier (in which - counts as _)."""
+def _add(what: str, name: str, added: Any, table: dict) -> None:
+    """Add to a table; InputError for a name that it has, or that is no identifier (in which - counts as _)."""
     if name in table or not name.replace("-", "_").isidentifier():
         raise InputError(f"{what} {name!r}: this name is taken, or has other characters than letters, digits and _")
+    table[name] = added
 
 
 def run_plugins(files: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ def test_a_table_of_pandas_is_trained_on_and_lies_where_local_dirs_says(keys, tm
     table = pd.DataFrame([{**ROWS[0], "system": "Be kind."}, *ROWS[1:]])  # its empty cells are NaN
     result = dpo.run({**keys, "dry_run": True, "local_dirs": [str(tmp_path / "mine")]}, data=table)
     assert len(list((tmp_path / "mine").glob("*/dpo-rows/*.jsonl"))) == 1
-    assert dpo.Result(str(result.directory)) == result
+    assert dpo.Result(str(result.directory)).directory == result.directory
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The command `dpo`: each of its commands but `train` is a module of this package."""
 
 import argparse
-import functools
 import importlib
 import os
 import sys
@@ -67,7 +66,6 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
     The message of such an error is printed; other errors are bugs, and keep their traceback.
     """
 
-    @functools.wraps(main)
     def run(arguments: list[str]) -> int:
         try:
             with explaining_full_disk():

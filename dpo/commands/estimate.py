@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -181,10 +180,12 @@ def measure(plans: Sequence[Plan], estimator: Estimator) -> dict:
     """
     usable_gb = USABLE * estimator.rates.memory_gb
     frozen = estimator.decide_frozen_weights(plans[0])
-    for plan in plans:
+    untried = [*plans]
+    while True:
+        plan = untried.pop(0)
         memory, notes = estimator.estimate_memory(plan, frozen)
         lacking_gb = max(0.0, memory.total() / 1e9 - usable_gb)
-        if not lacking_gb:
+        if not (lacking_gb and untried):
             break
     work = estimator.estimate_work(plan, frozen)
     seconds = estimate_seconds(plan, work, estimator.rates)

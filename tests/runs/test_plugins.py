@@ -93,7 +93,7 @@ def test_a_resumed_run_needs_the_same_code(folder):
     ("code", "reason"),
     [
         ("1 / 0", r"my.py cannot be run: ZeroDivisionError: division by zero \(.*my.py, line 1\)"),
-        ("import dpo.plugins as p\np.add_loss('dpo', print)", "loss 'dpo': this name is taken"),
+        ("import dpo.plugins as p\np.add_loss('dpo', p.LOSSES['dpo'].fn)", "loss 'dpo': this name is taken"),
         (
             "import dpo.plugins as p\np.add_optimizer('AdamW', object)",
             "the optimizers AdamW have names of built-in ones",
