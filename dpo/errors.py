@@ -68,15 +68,12 @@ def one_sentence(error: BaseException) -> str:
     return f"{text} ({advice})" if advice else text
 
 
-def suggest(typed: str, names: Iterable[str], *, likeness: float = 0.6) -> str:
-    """Return ": did you mean NAME?" if one of `names` is similar to what was typed, else "".
-
-    `likeness`, from 0 to 1, is how similar a name must at least be, by difflib's ratio.
-    """
+def suggest(typed: str, names: Iterable[str]) -> str:
+    """Return ": did you mean NAME?" if one of `names` is similar to what was typed, else ""."""
     by_lowercase = {name.lower(): name for name in names}
     typed = typed.lower()
     swapped = [name for name in by_lowercase if sorted(name) == sorted(typed)]  # such as dpo for dop
-    similar = swapped + difflib.get_close_matches(typed, by_lowercase, n=1, cutoff=likeness)
+    similar = swapped + difflib.get_close_matches(typed, by_lowercase, n=1)
     suggestions = [by_lowercase[name] for name in dict.fromkeys(similar)]  # each once
     return f": did you mean {' or '.join(suggestions)}?" if suggestions else ""
 

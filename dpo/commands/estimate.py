@@ -64,11 +64,10 @@ def main(arguments: list[str]) -> None:
     rates = read_rates(options.rates) if options.rates else RATES
     clusters = [parse_gpus(text, rates) for text in options.gpus]
     measured = {}
-    n_here = 0
     if options.run:
         if settings:
             raise InputError(f"--run has settings already: leave out {' '.join(settings)}")
-        plan, n_here, measured = read_measured(options.run)
+        plan, measured = read_measured(options.run)
         if not plan.trainer.multi_process:
             raise InputError(
                 f"{options.run} is a run of trainer={plan.trainer.name}: estimates are for several processes"
@@ -88,9 +87,7 @@ def main(arguments: list[str]) -> None:
     estimates = []
     for name, n_gpus in clusters:
         estimator = Estimator(plan, data, rates[name])
-        ways = list_ways(plan, n_gpus, rates[name])
-        if options.run:
-            ways = iter([[make_plan(plan.values, world_size=n_gpus, gpus=n_here)]])  # only the run's own
+        ways = [[plan]] if options.run else list_ways(plan, n_gpus, rates[name])
         costs = [measure(way, estimator) for way in ways]
         costs.sort(key=lambda cost: (cost["lacking_gb"], cost["seconds"]))
         estimates.append({"gpus": f"{name}:{n_gpus}", "updates": data.updates, "ways": costs, **measured})
@@ -119,18 +116,17 @@ def read_rates(path: Path) -> dict:
     return rates
 
 
-def read_measured(run_dir: Path) -> tuple[Plan, int, dict]:
-    """Return the plan of a run, the number of GPUs of its machine, and what it measured.
+def read_measured(run_dir: Path) -> tuple[Plan, dict]:
+    """Return the plan of a run on the processes and GPUs that it had, and what it measured.
 
     `{"measured": {"memory_gb": ..., "seconds": ...}}` has the peak of memory, and the median time of an update.
     """
     run = read_run(run_dir)
     values = read_plan(run_dir / "config.yaml", prefixes=("",)).values
-    n_here = len(run.env.get("gpus", ()))
-    plan = make_plan(values, world_size=run.env.get("processes", 1), gpus=n_here)
+    plan = make_plan(values, world_size=run.env.get("processes", 1), gpus=len(run.env.get("gpus", ())))
     seconds = plan.data.batch_size / np.nanmedian(run.train["examples_per_second"])
     measured = {"memory_gb": float(np.nanmax(run.train["memory/peak_gb"])), "seconds": float(seconds)}
-    return plan, n_here, {"measured": measured}
+    return plan, {"measured": measured}
 
 
 def parse_gpus(text: str, rates: Mapping) -> tuple[str, int]:

@@ -7,7 +7,6 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import socket
 import sys
 import threading
 from contextlib import suppress
@@ -23,7 +22,7 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-LONGEST_REQUEST_SECS = 10
+LONGEST_WAIT_SECS = 10  # for what a browser sends next
 
 
 class _Server(ThreadingHTTPServer):
@@ -67,14 +66,7 @@ def serve(paths: list[Path], port: int) -> None:
     drawing_lock = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
-        def handle(self) -> None:
-            # A client that sends one byte at a time would keep this thread forever.
-            deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
-            deadline.start()
-            try:
-                super().handle()
-            finally:
-                deadline.cancel()
+        timeout = LONGEST_WAIT_SECS
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile

@@ -104,7 +104,7 @@ def check_exists(path: Path | None) -> None:
         return
     names = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise InputError(f"{path} does not exist{where}{suggest(path.name, names, likeness=0.5)}")
+    raise InputError(f"{path} does not exist{where}{suggest(path.name, names)}")
 
 
 class Source(NamedTuple):

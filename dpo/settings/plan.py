@@ -231,8 +231,9 @@ def make_plan(
     loss = LOSSES["dpo"]  # if the name is wrong
     if values["loss.name"] in LOSSES:
         loss = find_loss(_nest({key: value for key, value in values.items() if key in KEYS})["loss"])
-    sections: dict = {"lora": None, "online": None}
+    sections: dict = {}
     for name, (section, prefix) in keys.SECTIONS.items():
+        sections[name] = None
         if values.get(f"{name}.name") != "none":  # only `lora` and `online` can be none
             sections[name] = section(**{field: values[prefix + field] for field in section._fields})
     fsdp_dtype = values["model.fsdp_policy_mp"] if trainer.multi_process else None

@@ -19,8 +19,9 @@ from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
-# the keys that a check reads, separated by spaces; whether it refuses the plan; the sentence that is then reported
-Check = tuple[str, Any, str]
+# Whether a check refuses the plan, and the sentence that is then reported. The sentence names the keys that the check
+# is about: it does not count if one of them has a wrong value, as the plan has the default in place of that.
+Check = tuple[Any, str]
 
 
 # fmt: off
@@ -30,29 +31,26 @@ def _check_processes(p: Plan) -> list[Check]:
     processes = dims.world_size
     here = count_processes_here(processes)
     return [
-        ("world_size trainer", (processes > 1 or run.world_size not in (None, 1)) and not several,
+        ((processes > 1 or run.world_size not in (None, 1)) and not several,
          f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
-        ("world_size", several and run.world_size not in (None, processes),
+        (several and run.world_size not in (None, processes),
          f"world_size={run.world_size}, but {processes} processes were launched: leave it out"),
-        ("fsdp_shard_size tensor_parallel_size",
-         several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes,
+        (several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes,
          f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not "
          f"divide the {processes} processes"),
-        ("world_size", 0 < p.gpus < here and not run.dry_run,
+        (0 < p.gpus < here and not run.dry_run,
          f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
          "start as many on each machine"),
-        ("optimizer trainer", several and p.training.optimizer in keys.NEED_WHOLE_TENSORS,
+        (several and p.training.optimizer in keys.NEED_WHOLE_TENSORS,
          f"optimizer={p.training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        ("tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",
-         p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
+        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
                                         or p.model.autocast not in (None, "auto")
                                         or p.training.optimizer == "Adafactor"),
          "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
          "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"),
-        ("lora.name trainer", p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
+        (p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
          f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"),
-        ("fsdp_frozen_weights lora.reference",
-         p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact,
+        (p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact,
          "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"),
     ]
 
@@ -61,28 +59,27 @@ def _check_training(p: Plan) -> list[Check]:
     run, data, training = p.run, p.data, p.training
     overwritten = sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys())
     return [
-        ("optimizer model.policy_dtype", p.trains_half_precision and p.model.policy_dtype == "float16"
+        (p.trains_half_precision and p.model.policy_dtype == "float16"
          and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
          f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
          f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
-        ("model.cache_implementation compile world_size",
-         p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1),
+        (p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1),
          "model.cache_implementation=static needs a single device, and compile=false: leave it out"),
-        ("holdout", (data.holdout or 0) > 1 and data.holdout % 1,
+        ((data.holdout or 0) > 1 and data.holdout % 1,
          f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
-        ("max_prompt_length max_length", data.max_prompt_length >= data.max_length,
+        (data.max_prompt_length >= data.max_length,
          f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}"),
-        ("n_epochs n_examples", data.n_epochs is None and data.n_examples is None,
+        (data.n_epochs is None and data.n_examples is None,
          "n_epochs and n_examples are both null: set one of them"),
-        ("save_every batch_size", (run.save_every or 0) % data.batch_size,
+        ((run.save_every or 0) % data.batch_size,
          f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
-        ("chat_template_args", overwritten,
+        (overwritten,
          f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out"),
-        ("exp_name", os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
+        (os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
          f"exp_name={run.exp_name} must be relative and without '..'"),
-        ("resume local_run_dir", run.resume == "auto" and p.has_new_run_dir,
+        (run.resume == "auto" and p.has_new_run_dir,
          "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"),
-        ("lora.reference model.archive", p.lora and p.lora.reference == "adapter" and p.model.archive is None,
+        (p.lora and p.lora.reference == "adapter" and p.model.archive is None,
          "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"),
     ]
 
@@ -92,17 +89,15 @@ def _check_loss(p: Plan) -> list[Check]:
     divergence = p.loss.shared.get("f_divergence")
     computed = {name, *(part.name for _, part in p.loss.parts)}  # names of the loss and of its parts, if it is a mix
     return [
-        ("loss.desirable_weight loss.undesirable_weight",
-         options.get("desirable_weight") == options.get("undesirable_weight") == 0,
+        (options.get("desirable_weight") == options.get("undesirable_weight") == 0,
          "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
-        ("loss.name", computed - {"sft"} == {"mix"},
+        (computed - {"sft"} == {"mix"},
          "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"),
-        ("loss.reference_free loss.f_divergence", options.get("reference_free") and divergence != "reverse_kl",
+        (options.get("reference_free") and divergence != "reverse_kl",
          f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false"),
-        ("loss.label_smoothing", "exo" in computed and not options.get("label_smoothing"),
+        ("exo" in computed and not options.get("label_smoothing"),
          "loss=exo divides by loss.label_smoothing=0: set it above 0"),
-        ("loss.name sample_during_eval online.name",
-         p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
+        (p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
          f"loss={name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
          "online=online"),
     ]
@@ -111,19 +106,18 @@ def _check_loss(p: Plan) -> list[Check]:
 def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Check]:
     data, loss, scorer = p.data, p.loss, online.scorer
     return [
-        ("loss.name", not loss.scalar_head and loss.trains_on != "pairs",
+        (not loss.scalar_head and loss.trains_on != "pairs",
          f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-        ("loss.offset_by_margin", loss.needs_margins,
+        (loss.needs_margins,
          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"),
-        ("cache_reference_logps", p.training.cache_reference_logps == "all",
+        (p.training.cache_reference_logps == "all",
          "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"),
-        ("online.mix_offline batch_size", online.mix_offline and not 0 < p.n_offline < data.batch_size,
+        (online.mix_offline and not 0 < p.n_offline < data.batch_size,
          f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
          "data, or only these: set another fraction"),
-        (f"online.scorer online.{scorer}", scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
+        (scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
          f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"),
-        ("max_prompt_length online.max_new_tokens max_length",
-         data.max_prompt_length + online.max_new_tokens > data.max_length,
+        (data.max_prompt_length + online.max_new_tokens > data.max_length,
          f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more "
          f"than max_length={data.max_length}: lower one of them"),
     ]
@@ -142,9 +136,8 @@ def find_problems(plan: Plan) -> list[Problem]:
     checks = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
     if plan.online:
         checks += _check_online(plan, plan.online)
-    for keys_read, is_wrong, sentence in checks:
-        # In place of a wrong value the plan has the default, so a check that reads it does not count.
-        if is_wrong and wrong_keys.isdisjoint(keys_read.split()):
+    for is_wrong, sentence in checks:
+        if is_wrong and wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
             problems.append(Problem("", sentence))
     packages = [
         ("lora=qlora", plan.quantized, "bitsandbytes"),
@@ -245,13 +238,10 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def find_value_problems(values: Mapping) -> list[Problem]:
-    """List the problems of unknown keys, and of missing or wrong values.
-
-    Problems of the loss's options come after those of other keys, and problems of interpolations last.
-    """
+    """List the problems of unknown keys, and of missing or wrong values; those of interpolations come last."""
     existing_keys = find_defaults(values)  # those that the chosen loss, adapter and online options have
     problems = []
-    for key in sorted(values, key=lambda key: ("${" in str(values[key]), key.startswith("loss."))):
+    for key in sorted(values, key=lambda key: "${" in str(values[key])):
         if key == "dataset_sources":
             continue
         group = key.partition(".")[0]
