@@ -80,7 +80,6 @@ def main(arguments: list[str]) -> None:
         if not any(text.startswith("exp_name=") for text in settings):
             settings.append("exp_name=estimate")
         _, plan = check_command_line(["dry_run=true", "trainer=FSDPTrainer", *settings])
-    assert plan, "there is a plan unless Hydra gets options"
     if plan.online:
         raise InputError("online=online is not estimated, as sampling takes most of its time: leave it out")
     data = load_data(plan, silent=True)

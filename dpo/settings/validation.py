@@ -19,109 +19,113 @@ from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
-# Whether a check refuses the plan, and the sentence that is then reported. The sentence names the keys that the check
-# is about: it does not count if one of them has a wrong value, as the plan has the default in place of that.
-Check = tuple[Any, str]
+# --- what a plan is refused for ---------------------------------------------------------------------------------------
+# A sentence names the keys that it is about: it does not count if one of them has a wrong value, in place of which the
+# plan has the default.
 
 
-# fmt: off
-def _check_processes(p: Plan) -> list[Check]:
-    run, dims = p.run, p.dims
+def _check_processes(p: Plan) -> Iterator[str]:
+    run, dims, optimizer = p.run, p.dims, p.training.optimizer
     several = p.trainer.multi_process
     processes = dims.world_size
     here = count_processes_here(processes)
-    return [
-        ((processes > 1 or run.world_size not in (None, 1)) and not several,
-         f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"),
-        (several and run.world_size not in (None, processes),
-         f"world_size={run.world_size}, but {processes} processes were launched: leave it out"),
-        (several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes,
-         f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not "
-         f"divide the {processes} processes"),
-        (0 < p.gpus < here and not run.dry_run,
-         f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
-         "start as many on each machine"),
-        (several and p.training.optimizer in keys.NEED_WHOLE_TENSORS,
-         f"optimizer={p.training.optimizer} cannot update shards: use another one with trainer={run.trainer}"),
-        (p.trainer == keys.PACKAGE and (p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
-                                        or p.model.autocast not in (None, "auto")
-                                        or p.training.optimizer == "Adafactor"),
-         "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
-         "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"),
-        (p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)),
-         f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"),
-        (p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact,
-         "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"),
-    ]
+    if (processes > 1 or run.world_size not in (None, 1)) and not several:
+        yield f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"
+    if several and run.world_size not in (None, processes):
+        yield f"world_size={run.world_size}, but {processes} processes were launched: leave it out"
+    if several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes:
+        yield (
+            f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not "
+            f"divide the {processes} processes"
+        )
+    if 0 < p.gpus < here and not run.dry_run:
+        yield (
+            f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
+            "start as many on each machine"
+        )
+    if several and optimizer in keys.NEED_WHOLE_TENSORS:
+        yield f"optimizer={optimizer} cannot update shards: use another one with trainer={run.trainer}"
+    is_too_much = p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
+    if p.trainer == keys.PACKAGE and (
+        is_too_much or p.model.autocast not in (None, "auto") or optimizer == "Adafactor"
+    ):
+        yield (
+            "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
+            "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"
+        )
+    if p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)):
+        yield f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"
+    if p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact:
+        yield "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"
 
 
-def _check_training(p: Plan) -> list[Check]:
+def _check_training(p: Plan) -> Iterator[str]:
     run, data, training = p.run, p.data, p.training
-    overwritten = sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys())
-    return [
-        (p.trains_half_precision and p.model.policy_dtype == "float16"
-         and "eps" not in training.optimizer_args and training.optimizer in (*keys.STEPS_OF_LR, "Adagrad"),
-         f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: set "
-         f"{p.precise_settings}, or optimizer_args.eps=1e-4"),
-        (p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1),
-         "model.cache_implementation=static needs a single device, and compile=false: leave it out"),
-        ((data.holdout or 0) > 1 and data.holdout % 1,
-         f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"),
-        (data.max_prompt_length >= data.max_length,
-         f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}"),
-        (data.n_epochs is None and data.n_examples is None,
-         "n_epochs and n_examples are both null: set one of them"),
-        ((run.save_every or 0) % data.batch_size,
-         f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"),
-        (overwritten,
-         f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out"),
-        (os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"),
-         f"exp_name={run.exp_name} must be relative and without '..'"),
-        (run.resume == "auto" and p.has_new_run_dir,
-         "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"),
-        (p.lora and p.lora.reference == "adapter" and p.model.archive is None,
-         "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"),
-    ]
+    divides_by_eps = training.optimizer in (*keys.STEPS_OF_LR, "Adagrad") and "eps" not in training.optimizer_args
+    if divides_by_eps and p.trains_half_precision and p.model.policy_dtype == "float16":
+        yield (
+            f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: "
+            f"set {p.precise_settings}, or optimizer_args.eps=1e-4"
+        )
+    if p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1):
+        yield "model.cache_implementation=static needs a single device, and compile=false: leave it out"
+    if data.holdout and data.holdout > 1 and data.holdout % 1:
+        yield f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"
+    if data.max_prompt_length >= data.max_length:
+        yield f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}"
+    if data.n_epochs is None and data.n_examples is None:
+        yield "n_epochs and n_examples are both null: set one of them"
+    if run.save_every and run.save_every % data.batch_size:
+        yield f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"
+    if overwritten := sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys()):
+        yield f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out"
+    if os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"):
+        yield f"exp_name={run.exp_name} must be relative and without '..'"
+    if run.resume == "auto" and p.has_new_run_dir:
+        yield "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"
+    if p.lora and p.lora.reference == "adapter" and p.model.archive is None:
+        yield "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"
 
 
-def _check_loss(p: Plan) -> list[Check]:
-    name, options = p.loss.name, p.loss.options
+def _check_loss(p: Plan) -> Iterator[str]:
+    options = p.loss.options
     divergence = p.loss.shared.get("f_divergence")
-    computed = {name, *(part.name for _, part in p.loss.parts)}  # names of the loss and of its parts, if it is a mix
-    return [
-        (options.get("desirable_weight") == options.get("undesirable_weight") == 0,
-         "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"),
-        (computed - {"sft"} == {"mix"},
-         "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"),
-        (options.get("reference_free") and divergence != "reverse_kl",
-         f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false"),
-        ("exo" in computed and not options.get("label_smoothing"),
-         "loss=exo divides by loss.label_smoothing=0: set it above 0"),
-        (p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online),
-         f"loss={name} trains a reward model, which writes no text: set sample_during_eval=false, and leave out "
-         "online=online"),
-    ]
+    computed = {p.loss.name, *(part.name for _, part in p.loss.parts)}  # the loss and its parts, if it is a mix
+    if options.get("desirable_weight") == options.get("undesirable_weight") == 0:
+        yield "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"
+    if computed - {"sft"} == {"mix"}:
+        yield "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
+    if options.get("reference_free") and divergence != "reverse_kl":
+        yield f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false"
+    if "exo" in computed and not options.get("label_smoothing"):
+        yield "loss=exo divides by loss.label_smoothing=0: set it above 0"
+    if p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online):
+        yield (
+            f"loss={p.loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave "
+            "out online=online"
+        )
 
 
-def _check_online(p: Plan, online: keys.OnlinePlan) -> list[Check]:
+def _check_online(p: Plan, online: keys.OnlinePlan) -> Iterator[str]:
     data, loss, scorer = p.data, p.loss, online.scorer
-    return [
-        (not loss.scalar_head and loss.trains_on != "pairs",
-         f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
-        (loss.needs_margins,
-         "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"),
-        (p.training.cache_reference_logps == "all",
-         "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"),
-        (online.mix_offline and not 0 < p.n_offline < data.batch_size,
-         f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
-         "data, or only these: set another fraction"),
-        (scorer != "shorter" and p.values.get(f"online.{scorer}") is None,
-         f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"),
-        (data.max_prompt_length + online.max_new_tokens > data.max_length,
-         f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more "
-         f"than max_length={data.max_length}: lower one of them"),
-    ]
-# fmt: on
+    if not loss.scalar_head and loss.trains_on != "pairs":
+        yield f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"
+    if loss.needs_margins:
+        yield "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"
+    if p.training.cache_reference_logps == "all":
+        yield "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"
+    if online.mix_offline and not 0 < p.n_offline < data.batch_size:
+        yield (
+            f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
+            "data, or only these: set another fraction"
+        )
+    if scorer != "shorter" and p.values.get(f"online.{scorer}") is None:
+        yield f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"
+    if data.max_prompt_length + online.max_new_tokens > data.max_length:
+        yield (
+            f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to "
+            f"more than max_length={data.max_length}: lower one of them"
+        )
 
 
 # --- all problems of a plan -------------------------------------------------------------------------------------------
@@ -136,8 +140,8 @@ def find_problems(plan: Plan) -> list[Problem]:
     checks = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
     if plan.online:
         checks += _check_online(plan, plan.online)
-    for is_wrong, sentence in checks:
-        if is_wrong and wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
+    for sentence in checks:
+        if wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
             problems.append(Problem("", sentence))
     packages = [
         ("lora=qlora", plan.quantized, "bitsandbytes"),
@@ -154,38 +158,41 @@ def find_problems(plan: Plan) -> list[Problem]:
     return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
 
 
-def find_plan_warnings(p: Plan) -> list[str]:
-    """Return warnings about a plan in which `find_problems` finds nothing."""
+def find_plan_warnings(p: Plan) -> Iterator[str]:
+    """Yield warnings about a plan in which `find_problems` finds nothing."""
     lr, optimizer, arguments = p.training.lr, p.training.optimizer, p.training.optimizer_args
-    lost_decay = 0  # the share of a weight that decay takes off it in an update, and that rounding may lose
-    if optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay"):
-        decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
-        if isinstance(decay, int | float):
-            lost_decay = lr * decay
+    if p.trainer == keys.BASIC and p.gpus > 1:
+        yield (
+            f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
+            "set trainer=FSDPTrainer"
+        )
+    if p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR:
+        yield f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much"
+    decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
+    shrinks = optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay")
+    if p.trains_half_precision and shrinks and isinstance(decay, int | float):
+        share = lr * decay  # of a weight, which decay takes off it in an update
+        if 0 < share < keys.LOST_CHANGE[p.model.policy_dtype]:
+            yield (
+                f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {share:.3g} of a weight; set "
+                f"optimizer_args.weight_decay=0, or {p.precise_settings}"
+            )
+    reads_model = os.path.isdir(p.model.name_or_path) and not p.model.random_init
+    if p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and reads_model:
+        yield "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null"
+    if p.dims.world_size > 1 and p.model.autocast not in (None, "auto"):
+        yield (
+            f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: "
+            f"set model.autocast=null model.fsdp_policy_mp={p.model.autocast}"
+        )
+    if p.wandb.enabled and not is_installed("wandb"):
+        yield "W&B gets nothing, as wandb is not installed"
     datasets = p.data.datasets
     unused = [name for name, source in p.data.dataset_sources.items() if source is not None and name not in datasets]
-    # fmt: off
-    doubts = [
-        (p.trainer == keys.BASIC and p.gpus > 1,
-         f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
-         "set trainer=FSDPTrainer"),
-        (p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR,
-         f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much"),
-        (p.trains_half_precision and 0 < lost_decay < keys.LOST_CHANGE[p.model.policy_dtype],
-         f"{p.model.policy_dtype} rounds weight decay away: lr * weight_decay is {lost_decay:.3g} of a weight; set "
-         f"optimizer_args.weight_decay=0, or {p.precise_settings}"),
-        (p.reference_dtype == "float16" != p.compute_dtype and p.gpus == 0 and os.path.isdir(p.model.name_or_path)
-         and not p.model.random_init,
-         "model.reference_dtype=float16 is slow on a CPU, and first rewards are not exactly 0: set it to null"),
-        (p.dims.world_size > 1 and p.model.autocast not in (None, "auto"),
-         f"model.autocast={p.model.autocast} over several processes keeps copies of weights that FSDP cannot free: set "
-         f"model.autocast=null model.fsdp_policy_mp={p.model.autocast}"),
-        (p.wandb.enabled and not is_installed("wandb"), "W&B gets nothing, as wandb is not installed"),
-        (unused, f"dataset_sources has {', '.join(unused)}, which datasets={datasets} does not name"),
-    ]
-    # fmt: on
-    warnings = [sentence for is_doubtful, sentence in doubts if is_doubtful]
-    return warnings + [problem.sentence for problem in _find_unmet(p, refused=False)]
+    if unused:
+        yield f"dataset_sources has {', '.join(unused)}, which datasets={datasets} does not name"
+    for problem in _find_unmet(p, refused=False):
+        yield problem.sentence
 
 
 def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:

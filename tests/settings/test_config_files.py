@@ -174,7 +174,7 @@ def test_an_experiment_is_complete(name, tmp_path):
         processes = 1
     dims = ParallelDims(processes, shard_size=processes)
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
-    assert (find_problems(plan), find_plan_warnings(plan)) == ([], [])
+    assert [*find_problems(plan), *find_plan_warnings(plan)] == []
     assert config.exp_name == name
 
 

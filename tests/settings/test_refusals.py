@@ -227,5 +227,5 @@ def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, senten
 def test_a_command_that_can_work_gets_a_warning_only_if_it_is_slow_or_has_little_effect(command, sentence, typed):
     plan = resolve(compose(typed(command)))
     assert find_problems(plan) == []
-    warnings = find_plan_warnings(plan)
+    warnings = list(find_plan_warnings(plan))
     assert [warning.startswith(sentence) for warning in warnings] == [True] if sentence else warnings == []
