@@ -15,10 +15,10 @@ from dpo.data.published import (  # noqa: F401
     strings_match_up_to_spaces,
     strip_html_tags,
 )
+from dpo.data.schema import SPLITS
 from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
-from dpo.settings.places import store_rows
 
 
 def get_batch_iterator(
@@ -44,12 +44,11 @@ def get_batch_iterator(
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
     trains_on = "targets" if sft_mode else "pairs"
-    sources = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
+    sources = dataset_sources or {}
     loaded = []  # one split of each dataset
     for name in names:
-        loaded += load_splits(
-            name, tokenizer, sources, splits=[split], cache_dir=cache_dir, silent=silent, trains_on=trains_on
-        )
+        splits = load_splits(name, tokenizer, sources, cache_dir=cache_dir, silent=silent, trains_on=trains_on)
+        loaded.append(splits[SPLITS.index(split)])
     prompts = list(number_prompts(zip(names, loaded, strict=True)))
     counts = [len(prompt.examples) for prompt in prompts]
     if sum(counts) < batch_size:

@@ -7,12 +7,12 @@ from dpo.data.columns import N_INSPECTED, recognize
 from dpo.data.custom import DataOptions, get_custom
 from dpo.data.demo import get_demo
 from dpo.data.published import Entries, get_hh, get_se, get_shp
-from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
-from dpo.data.sources import has_split, identify_source, load_rows
+from dpo.data.schema import Prompt, Row, Split, TruncationMode, hold_out
+from dpo.data.sources import MissingSplit, identify_source, load_rows
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS, find_digests
-from dpo.settings.places import BUILT_IN, Source, find_source, store_rows
+from dpo.settings.places import BUILT_IN, Source, find_source
 from dpo.settings.plan import Plan
 
 LOADERS: dict[str, Callable[..., Entries]] = {"hh": get_hh, "shp": get_shp, "se": get_se, "demo": get_demo}
@@ -25,20 +25,14 @@ def get_dataset(
     silent: bool = False,
     cache_dir: str | None = None,
     dataset_sources: Mapping | None = None,
-    holdout: float | None = None,
 ) -> Entries:
     """Load a split of a built-in dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is, or has its rows.
-    If the dataset has no splits there, `hold_out(holdout)` makes the test split.
+    Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is.
     """
     if name not in LOADERS:
         raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
-    source = find_source(name, store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"])
-    if has_test_split(name, source, cache_dir):
-        return LOADERS[name](split, silent, cache_dir, source)
-    [entries] = _split_off_test(LOADERS[name]("train", silent, cache_dir, source), [split], holdout, name)
-    return entries
+    return LOADERS[name](split, silent, cache_dir, find_source(name, dataset_sources or {}))
 
 
 def load_splits(
@@ -46,30 +40,26 @@ def load_splits(
     tokenizer: Any,
     sources: Mapping,
     *,
-    splits: Sequence[str] = SPLITS,
     cache_dir: str | None = None,
     silent: bool = False,
     **options: Any,
-) -> list[Split]:
-    """Load splits of a dataset; the options are those of `DataOptions`.
+) -> tuple[Split, Split]:
+    """Load a dataset's train and test split; the options are those of `DataOptions`.
 
-    A dataset without a test split is read once, and divided by `hold_out(holdout)`.
+    `hold_out(holdout)` divides a dataset without a test split.
     """
     data_options = DataOptions(**options)
+    holdout = data_options.holdout
     source = find_source(name, sources)
     place = source.label or name
-    has_test = has_test_split(name, source, cache_dir)
-    loaded = []
-    for wanted in splits:
-        split = wanted if has_test else "train"
-        origin = f"{place} ({split})" if has_test else place
+
+    def read(split: str) -> Split:
+        prompts = Split()
         if name in LOADERS:
             prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), data_options)
-        else:
-            rows = read_rows(name, source, split, cache_dir)
-            prompts = Split()
-            if rows:  # a plugin may return none
-                prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
+        elif rows := read_rows(name, source, split, cache_dir):  # a plugin may return none
+            origin = place if source.has_no_splits else f"{place} ({split})"
+            prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)
         if not prompts:
             raise InputError(f"dataset {name!r} ({place}) has no examples in its {split} split: add some")
         if data_options.with_margins and not any(prompt.margins for prompt in prompts.values()):
@@ -77,21 +67,24 @@ def load_splits(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: add a column "
                 f"margin, or name yours with dataset_sources.{name}.columns.margin=COLUMN"
             )
-        if not has_test:
-            return _split_off_test(prompts, splits, data_options.holdout, f"{name} ({place})" if source.path else name)
-        loaded.append(prompts)
-    if data_options.holdout:
-        loaded[0].notes.append(f"holdout={data_options.holdout} has no effect on {name}, which has a test split")
-    return loaded
+        return prompts
 
-
-def has_test_split(name: str, source: Source, cache_dir: str | None) -> bool:
-    """Whether a dataset has a test split of its own."""
-    if not source.path:
-        return name in BUILT_IN or DATASETS[name]("test") is not None
-    if source.has_no_splits:
-        return name == "se"  # it makes its own test split
-    return name in BUILT_IN or has_split(source, "test", cache_dir)
+    train = read("train")
+    try:
+        test = read("test")
+    except MissingSplit:
+        n = len(train)
+        test = hold_out(train, holdout)
+        if not train:
+            raise InputError(
+                f"dataset {name} ({place}) has {count(n, 'different prompt')}, and the test split takes all: add some, "
+                f"or set a smaller holdout"
+            ) from None
+        test.notes.append(f"test split of {name}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
+    else:
+        if holdout:
+            train.notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
+    return train, test
 
 
 def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
@@ -114,22 +107,6 @@ def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
     return split
 
 
-def _split_off_test(prompts: Any, splits: Sequence[str], holdout: float | None, what: str) -> list:
-    """Move random prompts of a dataset without a test split out of `prompts`; return the ones that `splits` names.
-
-    Messages call the dataset `what`.
-    """
-    n = len(prompts)
-    test = hold_out(prompts, holdout)
-    if not prompts:
-        fix = "add some" if holdout is None else f"holdout={holdout} takes all of them: set less"
-        raise InputError(f"dataset {what} has {count(n, 'different prompt')}, too few to hold some out: {fix}")
-    if isinstance(test, Split):  # the reference code's loaders return plain dicts, without notes
-        test.notes.append(f"test split of {what}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
-    divided = {"train": prompts, "test": test}
-    return [divided[split] for split in splits]
-
-
 def read_rows(
     name: str, source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None
 ) -> Sequence[Row]:
@@ -139,29 +116,27 @@ def read_rows(
     returns None are left out, and an error stands in place of a row for which it fails.
     """
     if not source.path:
-        return list(DATASETS[name](split) or ())
+        rows = DATASETS[name](split)
+        if rows is None:
+            raise MissingSplit(f"dataset {name} has no {split} split")
+        return list(rows)
     rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows
     converted = []
     for row in rows:
         try:
-            if not isinstance(row, InputError):
-                row = READERS[source.reader](row)
+            converted.append(row if isinstance(row, InputError) else READERS[source.reader](row))
         except Exception as error:  # the user's code may raise anything
-            row = InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}")
-        if row is not None:
-            converted.append(row)
-    return converted
+            converted.append(InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}"))
+    return [row for row in converted if row is not None]
 
 
 def check_columns(plan: Plan) -> None:
     """Raise InputError if local data lacks columns that the loss needs."""
-    for name, value in plan.data.dataset_sources.items():
-        if not value or name in LOADERS or name not in plan.data.datasets:
-            continue
-        source = Source.parse(name, value)
-        if source.local is None:
+    for name in plan.data.datasets:
+        source = find_source(name, plan.data.dataset_sources)
+        if name in LOADERS or not source.path or source.local is None:
             continue
         options = {"name": name, "origin": source.label, "trains_on": DataOptions.of(plan).trains_on}
         try:

@@ -18,21 +18,23 @@ from dpo.data.loading import identify_dataset, load_splits
 from dpo.data.prompt_forms import CHAT
 from dpo.data.report import SplitCounter, SplitReport, encode_in_batches
 from dpo.data.schema import BAD, SPLITS, WARNING_SHARE, Prompt, write_lines
-from dpo.data.table import FOLDER, Facts, PromptTable, find_or_build, number_prompts, read_facts, write_prompts
+from dpo.data.table import PromptTable, is_whole, number_prompts, read_facts, write_facts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
-from dpo.errors import InputError, WarningLine
+from dpo.errors import InputError, RunError, WarningLine
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
-from dpo.system.plain_files import write_json
+from dpo.system.plain_files import remove, write_json
 from dpo.system.run_directory import PROBLEMS
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
 
+FOLDER = "dpo-examples"  # where tables are, in a directory of `local_dirs`
+TEMPORARY = ".dpo-table-"  # prefix of the directory in which a table is built
 N_SHOWN = 3  # examples in a dry run and in the report
 
 
@@ -131,27 +133,38 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
 
 
 def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path) -> Path:
-    """Find a run's table, or build it, and return its directory.
+    """Find a run's whole table, or build one, and return its directory.
 
-    It is built in `local_dir`, or in `scratch` for a dry run, or for data that cannot be identified.
+    It is built in `local_dir`, or in `scratch` for a dry run, or for data that cannot be identified. Raises RunError if
+    it cannot be written.
     """
-
-    def build(directory: Path) -> Facts:
-        facts = build_table(directory, plan, tokenizer)
-        if make_key(plan, tokenizer) != key:
-            raise InputError(f"the data of {', '.join(plan.data.datasets)} has changed while it was read: start again")
-        return facts
-
     key = make_key(plan, tokenizer)
     folder = Path(plan.run.local_dir, FOLDER)
-    is_kept = key is not None and not plan.run.dry_run
+    for table in sorted(folder.glob(f"{key}-*")):
+        if is_whole(table):
+            return table
+    if key is None or plan.run.dry_run:
+        folder = scratch
     try:
-        return find_or_build(folder, key, build, scratch=None if is_kept else scratch)
-    finally:
-        release_freed_memory()  # the loaders' texts were Python strings
+        folder.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        try:
+            write_facts(directory, build_table(directory, plan, tokenizer))
+            if make_key(plan, tokenizer) != key:
+                datasets = ", ".join(plan.data.datasets)
+                raise InputError(f"the data of {datasets} has changed while it was read: start again")
+            return directory.rename(folder / directory.name.replace(TEMPORARY, f"{key}-"))
+        finally:
+            remove(directory)  # does nothing if the directory was renamed
+            release_freed_memory()  # the loaders' texts were Python strings
+    except OSError as error:
+        raise RunError(
+            f"the texts of the data cannot be written to {folder} ({error}): free some space, or name another disk "
+            f"first in local_dirs"
+        ) from error
 
 
-def build_table(directory: Path, plan: Plan, tokenizer: Any) -> Facts:
+def build_table(directory: Path, plan: Plan, tokenizer: Any) -> dict[str, Any]:
     """Write both splits to a directory; return their counts, and the loaders' notes."""
     datasets = plan.data.datasets
     options = DataOptions.of(plan)

@@ -1,12 +1,10 @@
 """The paper's datasets, as the reference code reads them: HH, SHP and Stack Exchange."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import TypedDict
 
 import numpy as np
-import tqdm
 
 from dpo.data.schema import ASSISTANT, Row, get_field, naming_place
 from dpo.data.sources import load_rows
@@ -33,27 +31,9 @@ def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_firs
     """
     entry = entries.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
     first = len(entry["responses"])
-    second = first + 1
     entry["responses"] += responses
-    if is_first_better:
-        entry["pairs"].append((first, second))
-    else:
-        entry["pairs"].append((second, first))
+    entry["pairs"].append((first, first + 1) if is_first_better else (first + 1, first))
     return entry
-
-
-def _read_rows(
-    source: Source,
-    split: str,
-    cache_dir: str | None,
-    silent: bool,
-) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of a split, each with the words that name it in error messages."""
-    rows = load_rows(source, split, cache_dir)
-    # disable=None: silent unless stderr is a terminal
-    bar = tqdm.tqdm(rows, f"Processing {source.path}", disable=silent or None)
-    for number, row in enumerate(bar, start=1):
-        yield row, f"record {number} of {source.path} ({split})"
 
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
@@ -97,11 +77,12 @@ def get_hh(
 ) -> Entries:
     """Load Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
 
-    A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code.
+    A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code. `silent` has
+    no effect, as no bar is drawn.
     """
     entries: Entries = {}
-    for row, where in _read_rows(source, split, cache_dir, silent):
-        with naming_place(where):
+    for number, row in enumerate(load_rows(source, split, cache_dir), start=1):
+        with naming_place(f"record {number} of {source.path}"):
             chosen = get_field(row, "chosen")
             rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
@@ -117,11 +98,14 @@ def get_shp(
     cache_dir: str | None = None,
     source: Source = Source(BUILT_IN["shp"]),
 ) -> Entries:
-    """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
+    """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score.
+
+    `silent` has no effect, as no bar is drawn.
+    """
     entries: Entries = {}
-    scores = defaultdict(dict)  # by prompt and response
-    for row, where in _read_rows(source, split, cache_dir, silent):
-        with naming_place(where):
+    scores = {}  # by prompt and response
+    for number, row in enumerate(load_rows(source, split, cache_dir), start=1):
+        with naming_place(f"record {number} of {source.path}"):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
             a = " " + get_field(row, "human_ref_A")
             b = " " + get_field(row, "human_ref_B")
@@ -133,18 +117,18 @@ def get_shp(
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
         add_pair(entries, prompt, [a, b], is_first_better=is_a_better)
-        scores[prompt].setdefault(a, score_a)  # a repeated text keeps its first score
-        scores[prompt].setdefault(b, score_b)
+        scores.setdefault((prompt, a), score_a)  # a repeated text keeps its first score
+        scores.setdefault((prompt, b), score_b)
     for prompt, entry in entries.items():
-        entry["sft_target"] = max(entry["responses"], key=scores[prompt].__getitem__)
+        entry["sft_target"] = max(entry["responses"], key=lambda response: scores[prompt, response])
     return entries
 
 
-def _read_questions(named_rows: Sequence[tuple[Row, str]]) -> Entries:
-    """Read rows of `_read_rows` as questions, each with every pair of its answers."""
+def _read_questions(rows: Sequence[tuple[str, Row]]) -> Entries:
+    """Read rows, each with the words that name it in messages, as questions with every pair of their answers."""
     entries: Entries = {}
-    for row, where in named_rows:
-        with naming_place(where):
+    for place, row in rows:
+        with naming_place(place):
             question = get_field(row, "question")
             answers = get_field(row, "answers", list)
             if not answers:
@@ -153,10 +137,7 @@ def _read_questions(named_rows: Sequence[tuple[Row, str]]) -> Entries:
             scores = [get_field(answer, "pm_score", int, float) for answer in answers]
         pairs = []  # (better, worse)
         for earlier, later in combinations(range(len(scores)), 2):
-            if scores[earlier] > scores[later]:
-                pairs.append((earlier, later))
-            else:
-                pairs.append((later, earlier))
+            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
         prompt = f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:"
         # index() finds the first score of a repeated text, which counts
         target = max(responses, key=lambda response: scores[responses.index(response)])
@@ -179,16 +160,9 @@ def get_se(
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = len(rows) // 100
     indices = order[:n_test] if split == "test" else order[n_test:]
-    named_rows = ((rows[i], f"record {i + 1} of {source.path}") for i in indices)
+    named_rows = ((f"record {i + 1} of {source.path}", rows[i]) for i in indices)
+    title = f"Processing {source.path}"
     entries: Entries = {}
-    chunks = map_chunks(
-        _read_questions,
-        named_rows,
-        len(indices),
-        f"Processing {source.path}",
-        QUESTIONS_PER_WORKER,
-        silent=silent,
-    )
-    for questions in chunks:
+    for questions in map_chunks(_read_questions, named_rows, len(indices), title, QUESTIONS_PER_WORKER, silent=silent):
         entries.update(questions)
     return entries

@@ -87,7 +87,7 @@ def load_rows(
     *,
     limit: int | None = None,
 ) -> Sequence[Row]:
-    """Load a split, or all records of a source without splits; with `limit`, only this many of each local file.
+    """Load a split; with `limit`, only this many records of each local file. A source without splits is a train split.
 
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
@@ -135,16 +135,6 @@ class MissingSplit(InputError):
     """A source has no split of a name."""
 
 
-def has_split(source: Source, split: str, cache_dir: str | None) -> bool:
-    """Return whether a source has a split of its own; one of the Hub is downloaded for that."""
-    try:
-        if not _find_files(source, split):
-            _load_with_datasets(source, split, cache_dir)
-    except MissingSplit:
-        return False
-    return True
-
-
 def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> Any:
     """Load a split from the Hub, its cache or a clone, under the first of its possible names that the dataset has."""
     go_offline_without_hub()
@@ -187,6 +177,8 @@ def _find_files(source: Source, split: str) -> list[Path]:
         return []
     check_exists(folder)
     if source.has_no_splits:
+        if split == "test":
+            raise MissingSplit(f"{folder} has no test split: use a directory with a file for each split")
         return [folder]
     names = SPLIT_NAMES.get(split, (split,))
     entries = sorted([*folder.glob("*"), *folder.glob("data/*")])

@@ -7,21 +7,16 @@ next run builds a new one.
 
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dpo.data.schema import SPLITS, Prompt, Split
-from dpo.errors import InputError, RunError
-from dpo.system.plain_files import check_readable, read_json, remove, write_json
-
-FOLDER = "dpo-examples"  # in a directory of `local_dirs`
-TEMPORARY = ".dpo-table-"  # prefix of the directory in which a table is built
-Facts = Mapping  # counts taken while a table is built
+from dpo.data.schema import Prompt, Split
+from dpo.errors import InputError
+from dpo.system.plain_files import check_readable, read_json, write_json
 
 
 def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = False) -> Iterator[Prompt]:
@@ -79,37 +74,13 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(**json.loads(line.tobytes()))
 
 
-def find_or_build(
-    folder: Path, key: str | None, build: Callable[[Path], Facts], *, scratch: Path | None = None
-) -> Path:
-    """Return the directory of a whole table `key` in `folder`; else build one there, or in `scratch` if that is given.
-
-    Without a key, always build one. `build` writes into a directory, and returns what it counted. Raises RunError
-    if nothing can be written.
-    """
-    tables = sorted(folder.glob(f"{key}-*")) if key else ()
-    if found := next((table for table in tables if is_whole(table)), None):
-        return found
-    parent = scratch or folder
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
-        try:
-            facts = build(directory)
-            content = {"facts": facts, "sha256": _make_digest(directory, facts)}
-            write_json(directory / "facts.json", content)
-            return directory.rename(parent / directory.name.replace(TEMPORARY, f"{key}-"))
-        finally:
-            remove(directory)  # does nothing if the directory was renamed
-    except OSError as error:
-        raise RunError(
-            f"the texts of the data cannot be written to {parent} ({error}): free some space, or name "
-            f"another disk first in local_dirs"
-        ) from error
-
-
-def read_facts(table: Path) -> Facts:
+def read_facts(table: Path) -> Mapping:
     return read_json(table / "facts.json")["facts"]
+
+
+def write_facts(table: Path, facts: Mapping) -> None:
+    """Write what was counted while a table was built, and a checksum of the facts and the table's files."""
+    write_json(table / "facts.json", {"facts": facts, "sha256": _make_digest(table, facts)})
 
 
 def is_whole(table: Path) -> bool:
@@ -123,7 +94,7 @@ def is_whole(table: Path) -> bool:
 def _make_digest(table: Path, facts: Any) -> str:
     """Return a digest of a table's files and facts; InputError or OSError if a file cannot be read."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name in (f"{split}.{suffix}" for split in SPLITS for suffix in ("jsonl", "npy")):
+    for name in ("train.jsonl", "train.npy", "test.jsonl", "test.npy"):
         check_readable(table / name)
         with (table / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -58,7 +58,8 @@ def load_prompts(model: LoadedModel, options: Namespace) -> list[Prompt]:
     """
     file = options.prompts
     if file is not None:
-        rows = load_rows(Source(file), "test")
+        source = Source(file)
+        rows = load_rows(source, "train" if source.has_no_splits else "test")
         # With chat="never" the template renders chats of messages, but prompts that are texts stay as written. With
         # trains_on="prompts" a record needs no responses, but those that it has are read, for `list_labelled`.
         data = get_custom(rows, file, model.tokenizer, name="prompts", trains_on="prompts", chat="never")

@@ -22,7 +22,7 @@ from dpo.data import loading, preflight, published, report
 from dpo.data.custom import DataOptions
 from dpo.data.preflight import make_key, prepare_data
 from dpo.data.schema import Prompt
-from dpo.data.table import PromptTable, find_or_build, is_whole, read_facts, write_prompts
+from dpo.data.table import PromptTable, is_whole, read_facts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import RunError
 from dpo.settings.keys import SECTIONS, ChatPlan, DataPlan
@@ -233,16 +233,17 @@ def test_a_damaged_table_is_left_and_another_is_built(source, tmp_path, name, da
 
 
 def build_slowly(folder: Path, started) -> None:
-    """Build the table `key`, for seconds once its first split is written."""
+    """Build a table, for seconds once its first split is written."""
 
-    def build(place: Path):
+    def build(place: Path, *_):
         write_prompts(place / "train.jsonl", ODD)
         started.set()
         time.sleep(2)
         write_prompts(place / "test.jsonl", ODD)
         return {}
 
-    assert is_whole(find_or_build(folder, "key", build))
+    preflight.build_table = build
+    assert is_whole(prepare(folder, SOURCES))
 
 
 @pytest.mark.slow
@@ -254,7 +255,7 @@ def test_a_killed_builder_leaves_no_table_and_two_that_build_at_once_leave_whole
     assert started.wait(120)
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
-    [left] = tmp_path.iterdir()
+    [left] = tmp_path.glob("*/dpo-examples/.*")
     assert left.name.startswith(".dpo-table-")
 
     for builder in builders:
@@ -262,7 +263,7 @@ def test_a_killed_builder_leaves_no_table_and_two_that_build_at_once_leave_whole
     for builder in builders:
         builder.join(120)
     assert [builder.exitcode for builder in builders] == [0, 0]
-    tables = {*tmp_path.iterdir()} - {left}
+    tables = list_tables(tmp_path) - {left}
     assert [is_whole(table) for table in tables] in ([True], [True, True])
 
 

@@ -108,7 +108,7 @@ def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer
     ledger = [row for row in read_ledger(run_dir).to_pylist() if row["split"] == "eval" and row["update"] == 6]
     rewards = {row["example"]: row for row in ledger}
     prompts, answers, found = [], [], []
-    [held_out] = load_splits("hh", None, {"hh": str(rows / "hh")}, splits=["test"])
+    _, held_out = load_splits("hh", None, {"hh": str(rows / "hh")})
     for prompt in held_out.values():
         for pair in prompt.examples:
             texts = {side: prompt.responses[i] for side, i in pair.items()}
