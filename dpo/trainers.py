@@ -119,20 +119,19 @@ class Trainer(TrainerParts):
                 f"loss_scale={means['loss_scale']:g}, which is halved"
             )
         elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
-            means |= self.step_optimizer(update.number)  # changes `update.metrics` too, which is the same dict
+            means |= self.step_optimizer(update.number)
             self.scheduler.step()
             # Running averages count all examples alike, except ties.
             objective.after_step(reduced.means(batch.examples, [float(weight > 0) for weight in batch.weights]))
         objective.sync_if_due(update.number)
         self.policy.zero_grad()  # under FSDP, the optimizer has cleared only the local shards
-        logged = {
-            **means,
+        means |= {  # changes `update.metrics`, which is the same dict
             "lr": lr,
             **batch.metrics,
             **reduced.find_kl(list(batch.drawn)),
             **measure_costs(batch, time.perf_counter() - start),
         }
-        return update._replace(metrics=logged)
+        return update
 
     def step_optimizer(self, number: int) -> dict[str, float]:
         """Step the optimizer for update `number`; return further metrics of it, by name.
@@ -150,11 +149,12 @@ class Trainer(TrainerParts):
             return {}
         share = n_changed / n_weights
         if share < FEW_CHANGED:
-            warning = (
-                f"update {number}, the first at the full lr, changed {100 * share:.2g} % of the weights: "
-                f"{self.plan.model.policy_dtype} rounds small steps away; set {self.plan.precise_settings}"
+            self.progress.line(
+                WarningLine(
+                    f"update {number}, the first at the full lr, changed {100 * share:.2g} % of the weights: "
+                    f"{self.plan.model.policy_dtype} rounds small steps away; set {self.plan.precise_settings}"
+                )
             )
-            self.progress.line(WarningLine(warning))
         return {"changed_weights": share}
 
     def clip_gradient(self) -> Tensor:
@@ -255,8 +255,7 @@ class Trainer(TrainerParts):
             if self.samples_due:
                 samples = self.evaluator.samples(n_examples=n_examples)
         except SamplingFailed as error:
-            warning = f"no samples after {n_examples:,} examples, as they could not be drawn: {error}"
-            self.progress.line(WarningLine(warning))
+            self.progress.line(WarningLine(f"no samples after {n_examples:,} examples: {error}"))
         if self.samples_due:
             self.callbacks.emit("samples", n_examples, samples)
         if samples and is_last and self.mesh.rank == 0:

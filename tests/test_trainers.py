@@ -96,9 +96,7 @@ def test_best_points_to_the_best_evaluation_and_latest_to_the_last(loss, name, v
     trainer = make_trainer(*loss, "eval_every=4", "n_examples=12", "self_test=false")
     scripted = iter(values)
     others = {"loss/eval": torch.tensor([0.7]), "rewards_eval/margins": torch.tensor([0.0])}
-    monkeypatch.setattr(
-        trainer.evaluator, "metrics", lambda: Reduced({**others, name: torch.tensor([next(scripted)])}, {})
-    )
+    monkeypatch.setattr(trainer.evaluator, "metrics", lambda: Reduced({**others, name: torch.tensor([next(scripted)])}))
 
     trainer.train()
 
@@ -190,7 +188,7 @@ def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):
     losses = torch.zeros(4).index_copy(0, microbatch.indices, metrics["loss/train"])
     assert losses.isfinite().tolist() == [True, True, False, True]
     assert trainer.clip_gradient().isfinite()
-    mean = Reduced({"loss/train": losses}, {}).means(weights=context.weights.tolist())["loss/train"]
+    mean = Reduced({"loss/train": losses}).means(weights=context.weights.tolist())["loss/train"]
     assert mean == pytest.approx(losses[[0, 1, 3]].mean().item())
 
 

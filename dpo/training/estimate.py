@@ -29,10 +29,9 @@ from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches
 from dpo.training.memory import Bytes, count_all, decide_frozen_weights, find_peak, read_batches
-from dpo.training.objective import MicrobatchMetrics, Objective, Reduced
+from dpo.training.objective import MicrobatchMetrics, Objective, Reduced, Reference
 from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import make_reference_logps, place
-from dpo.training.reference import Reference
 
 # The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
 # blocks of two kinds may alternate.
@@ -196,7 +195,7 @@ class FakeObjective(Objective):
         columns = metrics[0][1]
         values = next(iter(columns.values()))
         self.mesh.add(torch.zeros(n_examples * len(columns) + len(scalars), dtype=values.dtype))
-        return Reduced({name: torch.zeros(n_examples) for name in columns}, {})
+        return Reduced({name: torch.zeros(n_examples) for name in columns})
 
 
 class Seconds(NamedTuple):

@@ -64,8 +64,8 @@ class Evaluator:
         # An online run may have no evaluation batches: samples are then of held-out prompts.
         self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
         self.n_examples = sum(map(len, self.prompts))
-        n_sampled_batches = self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size
-        self.sampled = self.prompts[: max(1, n_sampled_batches)]  # batches to whose prompts samples are drawn
+        n_sampled = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
+        self.sampled = self.prompts[:n_sampled]  # batches to whose prompts samples are drawn
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -92,7 +92,7 @@ class Evaluator:
     def metrics(self) -> Reduced:
         """Evaluate, and return the metrics of each example; none without evaluation batches."""
         if not self.batches:
-            return Reduced({}, {})
+            return Reduced({})
         return self.objective.evaluate(self.batches, self._iterate)
 
     def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:

@@ -257,8 +257,9 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
         # Memory is counted as if the inputs and outputs of all matrices of the model were kept.
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
-        problem = f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}"
-        notes.append(WarningLine(problem))
+        notes.append(
+            WarningLine(f"activations are estimated roughly, as the model cannot run here: {one_sentence(error)}")
+        )
     kept_by_block = kept // n_blocks
     block_backward = kept_by_block // 2  # what a block's backward pass computes; the share was measured
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and computes a block again

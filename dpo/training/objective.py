@@ -1,12 +1,15 @@
-"""Log-probabilities, losses and metrics of examples, reduced over all processes.
+"""Log-probabilities, losses and metrics of examples, reduced over all processes; the frozen reference and its cache.
 
 In shapes, B counts examples, T tokens, and "sides" the most responses of an example: 2 for pairs.
 """
 
 import gc
+import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,19 +19,25 @@ from torch import Tensor, nn
 from dpo.checkpoint.resume import find_model_facts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.errors import RunError, WarningLine, one_sentence
+from dpo.errors import InputError, RunError, WarningLine, explaining_library, one_sentence
 from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import announce_backward, release_gathered, weights_are_equal
+from dpo.parallel.sharding import (
+    announce_backward,
+    gather_part_like,
+    local_tensor,
+    release_gathered,
+    weights_are_equal,
+)
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
+from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 from dpo.training.optimization import LossScale
-from dpo.training.reference import Reference, read_logps
 
 REFERENCE_PREFIX = "reference_"  # begins the names of the reference's log-probabilities, gathered with the metrics
 
@@ -46,7 +55,7 @@ class Reduced(NamedTuple):
     """The metrics of a global batch, on the host."""
 
     examples: dict[str, Tensor]  # metrics, and the reference's log-probabilities, (B,) each
-    scalars: dict[str, float]  # sums over the processes
+    scalars: Mapping[str, float] = {}  # sums over the processes
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
         """Return the weighted mean of each metric; without weights, or if all are 0, every example counts alike.
@@ -102,10 +111,81 @@ def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **sc
     sums = mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
     table_sums = sums[: table.numel()].view_as(table)
     scalar_sums = sums[table.numel() :].tolist()
-    return Reduced(
-        examples=dict(zip(names, table_sums.unbind(1), strict=True)),
-        scalars=dict(zip(scalars, scalar_sums, strict=True)),
-    )
+    return Reduced(dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums, strict=True)))
+
+
+# --- the reference, and a cache of its log-probabilities for runs with the same reference, data and lengths ----------
+
+
+def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
+    """Read a table that `ReferenceLogps.save` wrote; raise InputError for another file, or another shape."""
+    problem = f"{path} is not a file of reference log-probabilities"
+    check_readable(path)
+    with explaining_library(lambda error: InputError(f"{problem} ({one_sentence(error)}): remove it")):
+        logps = np.load(path, allow_pickle=False)["logps"].astype(np.float64)
+    if logps.shape != shape:
+        raise InputError(f"{problem} of shape {shape}: remove it")
+    return logps
+
+
+class ReferenceLogps:
+    """The reference's log-probabilities, a row per example; NaN where unknown. Columns are `Loss.reference_columns`.
+
+    `identity` names the data and length limits, on which token ids depend.
+    """
+
+    def __init__(self, n_examples: int, n_columns: int, identity: str = ""):
+        self.table = np.full((n_examples, n_columns), np.nan)
+        self.identity = identity
+
+    def store(self, rows: Sequence[int], logps: Tensor) -> None:
+        """Write values, (B, columns) on the host, into these rows; values that are not finite become NaN."""
+        self.table[rows] = logps.double().where(logps.isfinite(), np.nan).numpy()
+
+    def find(self, rows: Sequence[int]) -> Tensor | None:
+        """Return the values of these rows, (B, columns) in float64; None if any is unknown, or without rows."""
+        values = self.table[rows]
+        return torch.from_numpy(values) if len(rows) and not np.isnan(values).any() else None
+
+    def state_dict(self) -> dict:
+        return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Restore the table of a checkpoint; one of other data or length limits is ignored."""
+        logps = state["logps"].numpy()
+        if state["identity"] == self.identity and logps.shape == self.table.shape:
+            self.table = logps.astype(np.float64)
+
+    def save(self, path: Path) -> None:
+        """Write the table to an .npz file, which is complete or not there; `read_logps` reads it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, logps=self.table)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@dataclass(eq=False)
+class Reference:
+    """The frozen reference: a model and the cache of its log-probabilities.
+
+    The model is None once it was freed, as all examples are cached. It may be the policy's own module, which is the
+    reference only inside `in_use()`, where it has another adapter or none.
+    """
+
+    model: nn.Module | None
+    digest: str | None  # see `model_digest`, without the config; on rank 0 only
+    logps: ReferenceLogps
+    in_use: Callable[[], AbstractContextManager] = nullcontext
+
+    @torch.no_grad()
+    def follow(self, policy: nn.Module) -> None:
+        """Copy the policy's weights into the separate reference model, and empty the cache."""
+        release_gathered(policy)  # so that parameters are shards, on every process
+        release_gathered(self.model)
+        for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
+            local_tensor(reference_weight).copy_(gather_part_like(policy_weight, reference_weight))
+        self.logps.table.fill(np.nan)
 
 
 # --- the objective ---------------------------------------------------------------------------------------------------
@@ -202,9 +282,8 @@ class Objective:
         Columns are named PREFIX + role, such as `reference_chosen`. If the loss needs them, there are also sums over
         the tails of responses, with the suffix `_tail`, and sums of the policy's squares (`Scores`), with `_squares`.
         """
-        with_squares = self.loss.needs_squares and not prefix  # only those of the policy, which has no prefix
-        with self.autocasting():
-            tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
+        with self.autocasting():  # squares are those of the policy, which has no prefix
+            tokens = self.layout.forward(model, microbatch.inputs, with_squares=self.loss.needs_squares and not prefix)
         lengths = microbatch.lengths  # (sides, B)
         n_examples = lengths.shape[1]
         # A process without examples runs a dummy example, which is dropped here.
@@ -418,7 +497,7 @@ class Objective:
                 rewards = torch.zeros_like(rewards)
             weights = torch.tensor([weight for batch in batches for weight in batch.weights], dtype=torch.float64)
             metrics["rewards_eval/auc"] = per_example_auc(rewards, has_role["chosen"], weights)
-        return Reduced(metrics, {})
+        return Reduced(metrics)
 
     def release(self) -> None:
         """Free the weights of both models that forward passes without a backward pass leave gathered."""
@@ -441,9 +520,8 @@ class Objective:
             cached = self._find_cached(batch)
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
-                columns = self.score(microbatch, cached)
-                in_float64 = {name: values.double() for name, values in columns.items()}
-                microbatch_columns.append((microbatch.indices + n_examples, in_float64))  # indices over all batches
+                columns = {name: values.double() for name, values in self.score(microbatch, cached).items()}
+                microbatch_columns.append((microbatch.indices + n_examples, columns))  # indices over all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
         return self.reduce(microbatch_columns, n_examples, cache_rows).examples
@@ -457,8 +535,9 @@ class Objective:
         """
         reference = self.reference
         logps = reference.logps
-        facts = find_model_facts(reference.model.config)
-        path = logps.find_path(folder, f"{reference.digest} {sorted(facts.items())}")
+        model_facts = sorted(find_model_facts(reference.model.config).items())
+        identity = repr((f"{reference.digest} {model_facts}", logps.identity, logps.table.shape))
+        path = Path(folder, "reference_logps", f"{hashlib.sha256(identity.encode()).hexdigest()}.npz")
         stored = logps.table
         if self.mesh.rank == 0 and path.exists():
             stored = read_logps(path, stored.shape)

@@ -158,8 +158,8 @@ class Sampler:
         patience = PATIENCE_SECS if failure else 0  # a process without a failure waits in `gather_results`
         if may_fail and not all_arrive("the end of sampling", patience_secs=patience):
             raise RunError(
-                f"this process alone could not draw samples, and the others would wait for it: {failure}; "
-                f"resume=auto continues, and sample_during_eval=false draws none"
+                f"this process alone could not draw samples: {failure}; resume=auto continues, and "
+                f"sample_during_eval=false draws none"
             )
         for rank_answers in gather_results(mesh, drawn, failure, SamplingFailed):
             drawn |= rank_answers

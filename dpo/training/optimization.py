@@ -47,8 +47,12 @@ def check_optimizer(training: TrainingPlan) -> None:
     layer = torch.nn.Linear(1, 1)
     optimizer = make_optimizer(training, layer)
     layer(torch.ones(1)).sum().backward()
-    what = f"optimizer={training.optimizer} with optimizer_args={training.optimizer_args} cannot take a step"
-    with explaining_library(lambda error: InputError(f"{what}: {one_sentence(error)}")):
+    with explaining_library(
+        lambda error: InputError(
+            f"optimizer={training.optimizer} with optimizer_args={training.optimizer_args} cannot take a step: "
+            f"{one_sentence(error)}"
+        )
+    ):
         optimizer.step()
 
 

@@ -24,10 +24,9 @@ from dpo.system.host import GPU
 from dpo.training.batches import Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
-from dpo.training.objective import make_objective
+from dpo.training.objective import Reference, ReferenceLogps, make_objective
 from dpo.training.online import OnlineBatches, Sampler, StopRequest
 from dpo.training.optimization import Schedule, make_optimizer
-from dpo.training.reference import Reference, ReferenceLogps
 
 
 class TrainerParts(RunState):

@@ -49,8 +49,8 @@ from dpo.parallel.sharding import (
 from dpo.settings.keys import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.launching import get_open_port
+from dpo.training.objective import Reference, ReferenceLogps
 from dpo.training.optimization import OPTIMIZERS
-from dpo.training.reference import Reference, ReferenceLogps
 
 SHARDED, CUT = ParallelDims(2, shard_size=2), ParallelDims(2, tensor_size=2)
 GRIDS = {  # and what the command line says

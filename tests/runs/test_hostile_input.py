@@ -49,7 +49,7 @@ from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.run_directory import get_local_dir, read_run_facts
-from dpo.training.reference import read_logps
+from dpo.training.objective import read_logps
 
 FUZZ = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

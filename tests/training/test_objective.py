@@ -55,7 +55,7 @@ def test_weights_that_are_all_alike_give_the_numbers_of_none_whatever_their_size
 def test_a_role_whose_weights_are_small_beside_the_others_has_means_and_a_ranking():
     roles = [SimpleNamespace(roles=(role,)) for role in ("chosen", "chosen", "rejected")]
     table = {"rewards/chosen": torch.tensor([1.0, 4.0, 0.0]), "rewards/rejected": torch.tensor([0.0, 0.0, 2.0])}
-    means = Reduced(table, {}).means(roles, [1e-323, 5e-324, 1e308])
+    means = Reduced(table).means(roles, [1e-323, 5e-324, 1e308])
     assert means == {"rewards/chosen": 2.0, "rewards/rejected": 2.0}
     weights = torch.tensor([1e-323, 5e-324, 1e308], dtype=torch.float64)
     shares = per_example_auc(torch.tensor([1.0, 4.0, 2.0]), torch.tensor([True, True, False]), weights)

@@ -13,8 +13,7 @@ from dpo.losses import TRAINS_ON, find_loss
 from dpo.models.layouts import Padded
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import make_plan
-from dpo.training.objective import Objective
-from dpo.training.reference import Reference, ReferenceLogps
+from dpo.training.objective import Objective, Reference, ReferenceLogps
 from dpo.training.start import self_test
 
 DPO = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
