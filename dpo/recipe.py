@@ -22,12 +22,11 @@ from dpo.models.export import export_last
 from dpo.models.loading import check_blocks, check_model, check_parts, find_model_config
 from dpo.models.pretrained import take_model
 from dpo.models.scoring import load_scorer
-from dpo.parallel.mesh import from_rank_0
 from dpo.reporting.table import list_logs
 from dpo.settings.keys import PRECISION
 from dpo.settings.plan import Plan
 from dpo.system.run_directory import FIRST_EXAMPLES, RunLog
-from dpo.system.waiting import check_alike, meet_rank_0
+from dpo.system.waiting import check_alike, from_rank_0, meet_rank_0
 from dpo.trainers import Trainer
 from dpo.training.memory import explain_memory_error, print_prediction
 from dpo.training.optimization import check_optimizer

@@ -137,7 +137,7 @@ def worker_main(rank: int, world_size: int, config: DictConfig, policy: Any, ref
     """
     import torch
 
-    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.waiting import from_rank_0
 
     plan = resolve(store_rows(config), world_size=world_size, with_plugins=True)
     if plan.trainer.multi_process:

@@ -138,7 +138,7 @@ def test_e_errors_of_nccl_and_of_open_files_say_what_to_change(error, answer, ca
         fail(error)
     assert answer in capsys.readouterr().err
     monkeypatch.setattr(launching, "init_distributed", lambda *_, **__: fail(error))
-    place = launching.RankEnv(0, 1, 0, "127.0.0.1", utils.get_open_port(), serves_store=True)
+    place = launching.RankEnv(0, 1, 0, "127.0.0.1", utils.get_open_port())
     assert answer in launching._run_in_group(place, fail, (), 10, 10)[1]
 
 

@@ -10,17 +10,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
-from dpo.errors import InputError, RunError, one_sentence
+from dpo.errors import InputError, RunError, explaining
 from dpo.parallel.sharding import Parts
 from dpo.system.plain_files import check_readable, list_wrong_types, move_aside, read_json, remove, replacing
 
@@ -44,10 +44,8 @@ MANIFEST_FORM = {  # the types of facts that are read, and not only compared
 }
 
 
-class WrittenFile(NamedTuple):
-    """A file of a checkpoint that another process has written."""
-
-    facts: Mapping  # from `describe_file`
+class WrittenFile(dict):
+    """What `describe_file` says of a file of a checkpoint that another process has written."""
 
 
 class DamagedCheckpoint(InputError):
@@ -64,10 +62,7 @@ def write_checkpoint(
     RunError if writing fails, or if this run did not write what is there.
     """
     if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
-        raise RunError(
-            f"checkpoint {directory} could not be written over what is there, which this run did not write: move it "
-            f"away; earlier ones are intact"
-        )
+        raise RunError(f"checkpoint {directory} would replace what this run did not write: move it away")
     temporary = _find_temporary(directory)
     former = directory.with_name(f".{directory.name}.{FORMER_ENDING}")
     try:
@@ -77,14 +72,13 @@ def write_checkpoint(
         files = {}
         for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
             with _explaining(directory):
+                path = temporary / name
                 if isinstance(state, WrittenFile):
-                    path = temporary / name
-                    if not path.exists() or path.stat().st_size != state.facts["bytes"]:
+                    if not path.exists() or path.stat().st_size != state["bytes"]:
                         raise OSError(ANOTHER_DISK)
-                    files[name] = state.facts
+                    files[name] = state
                     continue
                 if isinstance(state, bytes):
-                    path = temporary / name
                     path.write_bytes(state)
                 else:
                     path = temporary / f"{name}.pt"
@@ -127,16 +121,16 @@ def _find_temporary(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.{TEMPORARY_ENDING}")
 
 
-@contextmanager
-def _explaining(directory: Path) -> Iterator:
+def _explaining(directory: Path) -> AbstractContextManager:
     """Raise RunError for errors of writing the checkpoint; its message says whether there are earlier ones."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+
+    def explain(why: str) -> RunError:
         then = "there is no earlier one"
         if find_checkpoints(directory.parent):
             then = "earlier ones are intact, and resume=auto continues"
-        raise RunError(f"checkpoint {directory} could not be written: {one_sentence(error)}; {then}") from error
+        return RunError(f"checkpoint {directory} could not be written: {why}; {then}")
+
+    return explaining((OSError, RuntimeError, SafetensorError), explain)
 
 
 def write_state(path: Path, content: Mapping) -> None:
@@ -249,10 +243,8 @@ def check_complete(directory: Path, *, only: Collection[str] | None = None) -> d
 def read_manifest(directory: Path) -> dict:
     """Read a manifest; raise DamagedCheckpoint if it is missing, was changed, or has values of unexpected types."""
     path = directory / MANIFEST
-    try:
+    with explaining(FileNotFoundError, lambda _: DamagedCheckpoint(f"{directory} has no manifest")):
         manifest = read_json(path)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
     # A manifest without "files" is wrong too, as None is no dict.
@@ -279,13 +271,12 @@ def read_file(path: Path) -> Mapping:
     Tensors are mapped from the file, or from shards: copy those that you keep, as the files may be deleted.
     """
     check_readable(path)
-    try:
+    problem = f"{path} is damaged, or has code besides data; nothing was loaded"
+    # Damaged or forged bytes can raise anything; torch's message would advise to run the code in them.
+    with explaining(Exception, lambda _: DamagedCheckpoint(problem)):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # damaged or forged bytes can raise anything; torch would advise running code in them
-        raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
-    try:
+    problem = f"{path} needs the {SHARDS} of its checkpoint, which are damaged"
+    with explaining(Exception, lambda why: DamagedCheckpoint(f"{problem}: {why}")):
         return {**content, "state": read_parts(content["state"], path)}
-    except Exception as error:  # as above
-        raise DamagedCheckpoint(f"{path} needs the {SHARDS} of its checkpoint, which are damaged: {error}") from error

@@ -118,7 +118,7 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     Raises InputError if the run would overwrite files.
     """
     resume = plan.run.resume
-    run_dir = _find_run_dir(plan)
+    run_dir = Path(os.path.realpath(plan.run.local_run_dir))  # without links, so that it can be compared
     if resume is None:
         check_holds_no_run(run_dir, logs)
         return None
@@ -137,17 +137,12 @@ def _find_resume_source(plan: Plan, logs: Sequence[str]) -> Path | None:
     return source
 
 
-def _find_run_dir(plan: Plan) -> Path:
-    """Return the run's directory as an absolute path without links, so that it can be compared."""
-    return Path(os.path.realpath(plan.run.local_run_dir))
-
-
 def _restore_run_dir(plan: Plan, source: Path, logs: Sequence[str]) -> ResumePoint | None:
     """Set checkpoints and links back to the resume point, and return it; None if there is nothing to continue.
 
     A checkpoint of another run is copied first, with the logs.
     """
-    run_dir = _find_run_dir(plan)
+    run_dir = Path(os.path.realpath(plan.run.local_run_dir))
     is_own = run_dir in (source, source.parent)
     if is_own:
         tidy(run_dir)
@@ -337,14 +332,14 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         "code": "the code of plugins",
     }
     changed = [name for key, name in names.items() if saved.get(key) != current[key]]
-    saved_model = saved["model"]
-    model = current["model"]
-    keys = saved_model.keys() | model.keys()
-    if saved_model.get(VERSION_KEY) != model[VERSION_KEY]:  # versions of transformers differ in their keys
-        keys = (saved_model.keys() & model.keys()) - {VERSION_KEY}
+    before = saved["model"]
+    now = current["model"]
+    keys = before.keys() | now.keys()
+    if before.get(VERSION_KEY) != now[VERSION_KEY]:  # versions of transformers differ in their keys
+        keys = (before.keys() & now.keys()) - {VERSION_KEY}
     for key in sorted(keys):
-        if model.get(key) != saved_model.get(key):
-            changed.append(f"{key}={model.get(key)} (was {saved_model.get(key)}) in the model's config.json")
+        if now.get(key) != before.get(key):
+            changed.append(f"{key}={now.get(key)} (was {before.get(key)}) in the model's config.json")
     if changed:
         where = resume_point.path
         raise InputError(

@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_any
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,12 +27,12 @@ from dpo.checkpoint.files import (
 )
 from dpo.checkpoint.shards import SHARD
 from dpo.errors import explaining_library, one_sentence
-from dpo.parallel.mesh import Mesh, from_rank_0
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optimizer, optimizer_state, take_parts
 from dpo.system.host import host_memory
 from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import announce, meet_rank_0, name_call, wait_for
+from dpo.system.waiting import announce, from_rank_0, meet_rank_0, name_call, wait_for
 
 COMPLETION_SECS = 60  # how long a process that fails waits for a save that needs other processes, which may fail too
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
@@ -163,14 +162,6 @@ def _explaining_state(file: Path) -> AbstractContextManager:
     return explaining_library(lambda why: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}"))
 
 
-class PartCopy(NamedTuple):
-    """A part of a checkpoint, copied to the host."""
-
-    name: str
-    state: Any  # what rank 0 writes to NAME.pt
-    own: Parts  # this process's parts of its tensors
-
-
 # --- saving and restoring ------------------------------------------------------------------------------------------
 
 
@@ -217,7 +208,16 @@ class Checkpoints:
             links.append("BEST")
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
         facts = {**facts, "version": __version__, "run": self.run, "best_at": self.best_at}
-        write = partial(self._write, directory, step_idx=step_idx, metrics=metrics, facts=facts, links=links)
+
+        def write(states: Iterable[tuple]) -> str:
+            """Write the checkpoint on rank 0, set its links and prune; return a message for the user."""
+            write_checkpoint(directory, states, step_idx=step_idx, metrics=metrics, facts=facts)
+            for link in links:
+                set_link(self.run_dir / link, directory)
+            if self.keep:
+                prune(self.run_dir, self.keep, self.run)
+            return f"saved {directory}"
+
         if self.sharded:
             self._save_shards(parts, directory, write)
             if elsewhere:  # the caller may use it at once
@@ -229,17 +229,6 @@ class Checkpoints:
             else:
                 for _ in states:  # gathering is collective, so the other ranks take part
                     pass
-
-    def _write(
-        self, directory: Path, states: Iterable[tuple], *, facts: Mapping, links: Sequence[str], **content: Any
-    ) -> str:
-        """Write a checkpoint on rank 0, set its links and prune; return a message for the user."""
-        write_checkpoint(directory, states, facts=facts, **content)
-        for link in links:
-            set_link(self.run_dir / link, directory)
-        if self.keep:
-            prune(self.run_dir, self.keep, self.run)
-        return f"saved {directory}"
 
     def _gather(self, parts: Sequence[Part]) -> Iterator[tuple]:
         """Yield the parts' names and states, which are whole on rank 0 alone."""
@@ -267,27 +256,26 @@ class Checkpoints:
         n_bytes = sum(count_own_bytes(part.find_state()) for part in others)
         n_bytes *= math.ceil(self.mesh.world_size / count_machines())  # for all processes of a machine
         _, n_free = host_memory()
-        copies: Iterable[PartCopy] = map(self._copy, others)  # lazy: a part is copied when the next copy is taken
+        copies: Iterable[tuple] = map(self._copy, others)  # lazy: a part is copied when the next copy is taken
         has_memory = not self.mesh.any(n_bytes > n_free)
         if has_memory:
             copies = list(copies)
         self._saving = self._thread.submit(self._write_shards, call, directory, whole, copies, write)
         if not has_memory:
             self.wait()
-            self.log(f"training waited for the save, as copies take {n_bytes / 1e9:.2g} GB of memory on each machine")
+            self.log(f"training waited for the save, as copies take {n_bytes / 1e9:.2g} GB of memory per machine")
 
-    def _copy(self, part: Part) -> PartCopy:
-        """Copy a part that is not always whole, with this process's parts of its tensors."""
-        own: Parts = {}
-        state = take_parts(part.find_state(), part.name, own, self.mesh)
-        return PartCopy(part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own)
+    def _copy(self, part: Part) -> tuple[str, Any, Parts]:
+        """Copy a part to the host: its name, the state for rank 0's file, and this process's parts of its tensors."""
+        state, own = take_parts(part.find_state(), part.name, self.mesh)
+        return part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own
 
     def _write_shards(
         self,
         call: str,
         directory: Path,
         whole: Iterable[tuple],
-        copies: Iterable[PartCopy],
+        copies: Iterable[tuple],
         write: Callable[[Iterable], str],
     ) -> str:
         """Write the `whole` states and the copies, and return a message for the user once the checkpoint is complete.
@@ -298,19 +286,19 @@ class Checkpoints:
         rank = self.mesh.rank
         size = self.mesh.world_size
 
-        def write_own(part: PartCopy) -> list[tuple]:
+        def write_own(name: str, own: Parts) -> list[tuple]:
             """Write this process's tensors of a part; return [(name, WrittenFile)], or [] if there are none."""
-            return [write_shard(directory, SHARD.format(part.name, rank + 1, size), part.own)] if part.own else []
+            return [write_shard(directory, SHARD.format(name, rank + 1, size), own)] if own else []
 
         def iterate_states() -> Iterator[tuple]:
             """Yield the `states` for `write_checkpoint`: those that rank 0 has copied, and the shards of every rank."""
             # This runs when `write_checkpoint` takes the first state, once it has made the directory.
             announce(f"{call} begins")
             yield from whole
-            for part in copies:
-                yield part.name, part.state
-                yield from write_own(part)
-                del part  # freed before the next one is copied
+            for name, state, own in copies:
+                yield name, state
+                yield from write_own(name, own)
+                del state, own  # freed before the next part is copied
             for other in range(1, size):
                 for name, facts in json.loads(wait_for(f"{call}, files of rank {other}")):
                     yield name, WrittenFile(facts)
@@ -321,10 +309,10 @@ class Checkpoints:
             return message
         wait_for(f"{call} begins")  # from then on, the directory is there
         written = []
-        for part in copies:
-            written += write_own(part)
-            del part  # as on rank 0
-        announce(f"{call}, files of rank {rank}", json.dumps([(name, file.facts) for name, file in written]))
+        for name, _, own in copies:
+            written += write_own(name, own)
+            del own  # as on rank 0
+        announce(f"{call}, files of rank {rank}", json.dumps(written))
         return wait_for(f"{call} is complete")
 
     def check(self) -> None:

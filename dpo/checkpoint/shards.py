@@ -6,9 +6,8 @@ in these files. The name of a part is NAME and the tensor's path in the state, j
 """
 
 import json
-import operator
 import os
-from collections.abc import Callable, Mapping
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dpo.parallel.nested import map_tensors
 from dpo.parallel.sharding import Parts
 
 SHARD = "shard-{}-{:05}-of-{:05}.safetensors"  # the state's name, the process's number from 1, and how many there are
@@ -45,45 +45,31 @@ def read_parts(state: Any, file: Path) -> Any:
 
     Raises ValueError if parts are missing, and safetensors' errors for damage.
     """
-    parts: dict[str, list] = {}  # by name, for each tensor on the meta device
-    _replace_meta(state, file.stem, lambda key, tensor: parts.setdefault(key, []))
-    if not parts:
-        return state
+    parts = defaultdict(list)  # by name
     for path in list_shards(file):
         with safe_open(path, "pt") as shard:
-            offsets = json.loads(shard.metadata()[OFFSETS_KEY])
-            for key in offsets.keys() & parts.keys():
-                parts[key].append((tuple(offsets[key][OFFSETS]), shard.get_tensor(key)))  # mapped from the file
-    return _replace_meta(state, file.stem, lambda key, tensor: SplitTensor(tensor.shape, tensor.dtype, parts[key]))
+            for key, info in json.loads(shard.metadata()[OFFSETS_KEY]).items():
+                parts[key].append((tuple(info[OFFSETS]), shard.get_tensor(key)))  # mapped from the file
 
+    def replace(tensor: Tensor, name: str) -> Tensor:
+        return SplitTensor(tensor.shape, tensor.dtype, parts[name]) if tensor.is_meta else tensor
 
-def _replace_meta(value: Any, name: str, make: Callable[[str, Tensor], Any]) -> Any:
-    """Copy nested mappings, with `make(name, tensor)` in place of each tensor on the meta device."""
-    if isinstance(value, Mapping):
-        return {key: _replace_meta(item, f"{name}.{key}", make) for key, item in value.items()}
-    return make(name, value) if isinstance(value, Tensor) and value.is_meta else value
+    return map_tensors(replace, state, file.stem)
 
 
 def join_in_files(state: Any, folder: Path) -> Any:
     """Replace the `SplitTensor`s of a state by whole tensors that are mapped from new files in `folder`."""
 
-    def join(tensor: Tensor) -> Tensor:
+    def join(tensor: Tensor, _: str) -> Tensor:
+        if not isinstance(tensor, SplitTensor):
+            return tensor
         file = folder / str(len(list(folder.iterdir())))
         with file.open("wb") as opened:  # else a full disk would kill the process when the mapping is written
             os.posix_fallocate(opened.fileno(), 0, max(1, tensor.numel() * tensor.dtype.itemsize))
         whole = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return whole.view(tensor.shape).copy_(tensor)
 
-    return _replace_split(state, join)
-
-
-def _replace_split(value: Any, change: Callable[[Any], Tensor]) -> Any:
-    """Apply `change` to the `SplitTensor`s in nested mappings, lists and tuples."""
-    if isinstance(value, SplitTensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _replace_split(item, change) for key, item in value.items()}
-    return type(value)(_replace_split(item, change) for item in value) if type(value) in (list, tuple) else value
+    return map_tensors(join, state)
 
 
 class SplitTensor(Tensor):
@@ -92,29 +78,27 @@ class SplitTensor(Tensor):
     Until then it takes no memory. Raises ValueError if the parts are not those of one tensor.
     """
 
-    parts: list[tuple[tuple[int, ...], Tensor]]  # where each begins in each dim, and the part
+    parts: list[tuple[tuple[slice, ...], Tensor]]  # the place of each part, and the part
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, parts: list) -> "SplitTensor":
+        """Make a tensor of `parts`, pairs of where each part begins in each dim, and the part."""
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        tensor = whole.as_subclass(cls)
+        tensor.parts = []
         for begin, part in parts:
-            ends = [start + length for start, length in zip(begin, part.shape, strict=True)]
-            if (
-                part.dtype != dtype
-                or len(ends) != len(shape)
-                or any(map(operator.gt, ends, shape))
-                or min(begin, default=0) < 0
-            ):
+            place = tuple(slice(start, start + n) for start, n in zip(begin, part.shape, strict=True))
+            if part.dtype != dtype or part.ndim != len(shape) or whole[place].shape != part.shape:
                 raise ValueError("they have a part of another tensor")
+            tensor.parts.append((place, part))
         if sum(part.numel() for _, part in parts) != shape.numel():
             raise ValueError("they lack parts of a tensor")
-        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        tensor.parts = parts
         return tensor
 
     def join(self) -> Tensor:
         whole = torch.empty(self.shape, dtype=self.dtype)
-        for begin, part in self.parts:
-            whole[tuple(slice(start, start + n) for start, n in zip(begin, part.shape, strict=True))] = part
+        for place, part in self.parts:
+            whole[place] = part
         return whole
 
     def to(self, *args: Any, copy: bool = False, **options: Any) -> Tensor:
@@ -125,4 +109,9 @@ class SplitTensor(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function in WITHOUT_VALUES:
             return super().__torch_function__(function, types, args, kwargs)
-        return function(*_replace_split(args, cls.join), **_replace_split(kwargs or {}, cls.join))
+
+        def join(tensor: Tensor, _: str) -> Tensor:
+            return tensor.join() if isinstance(tensor, cls) else tensor
+
+        args, kwargs = map_tensors(join, (args, kwargs or {}))
+        return function(*args, **kwargs)

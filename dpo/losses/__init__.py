@@ -16,7 +16,7 @@ TRAINS_ON = {
     "labels": ("chosen", "rejected"),
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
-RESPONSE_ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+RESPONSE_ROLES = ("chosen", "rejected", *BETWEEN)
 
 
 class PairOptions(TypedDict, total=False):
@@ -76,8 +76,8 @@ class Loss:
     @property
     def reference_columns(self) -> list[str]:
         """Name the reference's log-probabilities, in the order of the columns of their cache."""
-        suffixes = ("", "_tail") if self.needs_tails else ("",)
-        return [f"reference_{role}{suffix}" for suffix in suffixes for role in self.roles]
+        columns = [f"reference_{role}" for role in self.roles]
+        return columns + [f"{column}_tail" for column in columns if self.needs_tails]
 
     @property
     def can_be_mixed(self) -> bool:
@@ -161,8 +161,8 @@ def find_loss(loss_config: Mapping) -> Loss:
     parts = []
     for part_name, weight in options.get("weights", {}).items():
         if weight:
-            own_options = {key: options[key] for key in list_parameters(LOSSES[part_name]) if key in options}
-            parts.append((weight, find_loss({"name": part_name, **own_options, **shared})))
+            own = {key: options[key] for key in list_parameters(LOSSES[part_name]) if key in options}
+            parts.append((weight, find_loss({"name": part_name, **own, **shared})))
     with_reference = [part for _, part in parts if part.reference]
     return replace(
         loss,

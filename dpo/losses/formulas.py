@@ -331,8 +331,8 @@ def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
     """Find, for each of the policy's margins, the reference's margin of the same rank, (B, 1)."""
-    partners = _take_at_same_rank(scores.chosen - scores.rejected, scores.reference_chosen - scores.reference_rejected)
-    return partners[:, None]
+    margins = scores.chosen - scores.rejected
+    return _take_at_same_rank(margins, scores.reference_chosen - scores.reference_rejected)[:, None]
 
 
 def aot(scores: Scores, *, beta: Positive, label_smoothing: FlippedLabels) -> Losses:
@@ -420,20 +420,24 @@ def plackett_luce(scores: Scores, *, beta: Positive) -> Losses:
         columns = [] if between is NOT_NEEDED else between.unbind(1)  # not needed for lists of two
         return torch.stack([best, *columns, worst], dim=1)
 
+    def compare(values: Tensor) -> Tensor:
+        """Subtract from each value each value of its list, (B, K, K)."""
+        return values[:, :, None] - values[:, None, :]
+
     policy = by_rank(scores.chosen, scores.between, scores.rejected)
     reference = by_rank(scores.reference_chosen, scores.reference_between, scores.reference_rejected)
     has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0  # (B, K)
     # (B, K, K): entry [b, i, j] is true if list b has responses i and j, and j is the worse one
     is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)
     # The differences are computed as dpo does, so that a list of two has the loss of dpo to the last digit.
-    h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])  # (B, K, K)
+    h = compare(policy) - compare(reference)  # (B, K, K)
     has_worse = is_pair.any(2)  # (B, K)
     # -beta h_ij where j is worse than i, else -inf; responses without a worse one get zeros, as the gradient of a
     # logsumexp of nothing is NaN
     exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)  # (B, K, K)
     losses = -_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)  # (B,)
     rewards = beta * (policy - reference).detach()  # (B, K)
-    is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair  # (B, K, K)
+    is_right = (compare(rewards) > 0) & is_pair  # (B, K, K)
     accuracies = (is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses)  # (B,)
     return Losses(losses, accuracies=accuracies)
 

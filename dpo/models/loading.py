@@ -16,11 +16,10 @@ from dpo.models.pretrained import DTYPES, check_positions, load_config, load_mod
 from dpo.models.published import check_names, is_text_part
 from dpo.models.quantization import quantize
 from dpo.models.weights import hash_weights, model_digest, read_archive
-from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
-from dpo.system.waiting import after_rank_0
+from dpo.system.waiting import after_rank_0, from_rank_0, is_rank_0
 
 FOLLOWING = "reference"  # the name of the checkpoint's part with a reference that follows the policy
 

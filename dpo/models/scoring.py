@@ -29,11 +29,10 @@ from dpo.models.pretrained import (
     refuse_missing_weights,
 )
 from dpo.models.weights import model_digest
-from dpo.parallel.mesh import from_rank_0, is_rank_0
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code
-from dpo.system.waiting import after_rank_0, check_alike
+from dpo.system.waiting import after_rank_0, check_alike, from_rank_0, is_rank_0
 
 LARGEST_SCORE = 3.4e38  # the largest float32
 NO_LIMIT = 10**9  # tokens of a text; a tokenizer that knows no limit has a huge number

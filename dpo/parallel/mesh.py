@@ -1,6 +1,12 @@
-"""The device mesh of a run's processes, and their collectives."""
+"""The device mesh of a run's processes, and their collectives, which can be counted.
+
+They can also be counted for a run whose other processes do not exist (`fake_processes`).
+"""
 
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -8,10 +14,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpo.parallel.nested import map_tensors
 from dpo.settings.plan import ParallelDims
 from dpo.system.host import GPU, count_gpus
-from dpo.system.waiting import has_other_ranks
+
+# The kind of collective, and the index of the group among the arguments, by name of the operator: those of
+# torch.distributed, and its functional ones.
+KINDS = {
+    "c10d::_allgather_base_": ("all_gather", 2),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 2),
+    "c10d::allreduce_": ("all_reduce", 1),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 2),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 3),
+    "_c10d_functional::all_reduce": ("all_reduce", 2),
+}
 
 
 class Mesh:
@@ -46,14 +65,6 @@ class Mesh:
                 for group in self.device_mesh.get_all_groups():
                     _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
-    def name_groups(self) -> dict[str, str]:
-        """Map the name of each process group to its axis, or to `all`; axes of size 1 are left out."""
-        names = {str(dist.group.WORLD.group_name): "all"}
-        for axis in self.device_mesh.mesh_dim_names or ():
-            if self.device_mesh[axis].size() > 1:
-                names[str(self.device_mesh[axis].get_group().group_name)] = axis
-        return names
-
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum the values over all processes, in place, and return them."""
         if self.world_size > 1:
@@ -75,17 +86,47 @@ class Mesh:
         return values
 
 
-def is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+# --- collectives counted ---------------------------------------------------------------------------------------------
 
 
-def from_rank_0(value: Any) -> Any:
-    """Return rank 0's value on every rank. It is sent pickled; other ranks' values are ignored.
+class CollectiveCounter(TorchDispatchMode):
+    """Counts this process's collectives inside the context by axis of the mesh and kind, such as `shard all_gather`."""
 
-    Every rank must call it.
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.axes = {str(dist.group.WORLD.group_name): "all"}  # of each process group; axes of size 1 are left out
+        for axis in mesh.device_mesh.mesh_dim_names or ():
+            if mesh.device_mesh[axis].size() > 1:
+                self.axes[str(mesh.device_mesh[axis].get_group().group_name)] = axis
+        self.calls: Counter[str] = Counter()
+        self.n_bytes: Counter[str] = Counter()  # size of the input or the result, whichever is larger
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # the DTensor then runs the operator itself, and its collectives come back here
+        result = function(*args, **(kwargs or {}))
+        if function.name() in KINDS:
+            kind, index = KINDS[function.name()]
+            group = args[index]
+            group_name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
+            key = f"{self.axes[group_name]} {kind}"
+            self.calls[key] += 1
+            sizes = []
+            map_tensors(lambda tensor, _: sizes.append(tensor.nbytes), [args, result])
+            self.n_bytes[key] += max(sizes)
+        return result
+
+
+@contextmanager
+def fake_processes(dims: ParallelDims) -> Iterator[Mesh]:
+    """Make this process rank 0 of a group without other processes inside the context, and yield the mesh.
+
+    Collectives of this group return at once and send nothing.
     """
-    if not has_other_ranks():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # not at the top, as its place is not public
+
+    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
+    try:
+        yield Mesh(0, dims)
+    finally:
+        dist.destroy_process_group()

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from dpo.errors import InputError
-from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
+from dpo.parallel.mesh import Mesh
+from dpo.parallel.nested import map_tensors
 from dpo.parallel.tensor_parallel import cut_modules, find_plan, make_dtensor
 from dpo.system.host import count_gpus, is_gpu, release_freed_memory
 from dpo.system.users_code import hash_files
-from dpo.system.waiting import check_alike
+from dpo.system.waiting import check_alike, from_rank_0, is_rank_0
 
 Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by a tensor's name: where its part begins in each dim, and the part
 SAMPLED_WEIGHTS = 10**6  # about how many weights of a process `step_and_count_changes` compares at most
@@ -54,8 +55,7 @@ def distribute(
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
     # A single tensor-parallel group that computes in the weights' own dtype does not need FSDP.
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
-    axes = ("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"
-    fsdp_mesh = mesh.device_mesh[axes]
+    fsdp_mesh = mesh.device_mesh[("replicate", "shard") if mesh.data_size > mesh.shard_size else "shard"]
     names = {module: name for name, module in model.named_modules()}
     distributed = set()
     whole = set()
@@ -102,7 +102,11 @@ def _make_receiver(model: Any, mesh: Mesh) -> Callable[[str, Tensor], Tensor]:
 
     Raises InputError on every rank if the models differ. Other ranks also get rank 0's generation config.
     """
-    check_alike(describe_structure(model))
+    # Code, names, ties and shapes must be alike. Dtypes may differ, as every rank uses rank 0's.
+    facts = {"the model's code": hash_files(Path(inspect.getfile(type(model))).parent.glob("*.py"))}
+    for name, first in list_ties(model).items():
+        facts[f"the weight {name}"] = f"{first} {tuple(model.get_parameter(name).shape)}"
+    check_alike(facts)
     # Keep only shapes and dtypes: a variable that held the tensors would keep those of each unit from being freed.
     specs = {name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     specs, model.generation_config = from_rank_0((specs, getattr(model, "generation_config", None)))
@@ -112,8 +116,7 @@ def _make_receiver(model: Any, mesh: Mesh) -> Callable[[str, Tensor], Tensor]:
 def list_ties(model: nn.Module) -> dict[str, str]:
     """Map each name of a parameter to the parameter's first name; a tied parameter has several names."""
     first: dict[nn.Parameter, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(parameter, name) for name, parameter in named}
+    return {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
@@ -122,39 +125,20 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
     Ranks may differ, as rank 0 alone reads the files, which tell whether a head is tied.
     """
     for name, first in list_ties(model).items():
-        is_tied = first != name
-        if is_tied and ties.get(name) == name:  # separate on rank 0
+        if first != name and ties.get(name) == name:  # tied here, separate on rank 0
             owner, _, attribute = name.rpartition(".")
             # No values are copied, as this rank will receive rank 0's.
-            own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
-            setattr(model.get_submodule(owner), attribute, own)
-
-
-def describe_structure(model: nn.Module) -> dict[str, str]:
-    """Return what must be alike on all ranks before weights are sent, for `check_alike`: code, names, ties and shapes.
-
-    Dtypes may differ, as every rank uses rank 0's.
-    """
-    facts = {"the model's code": hash_files(Path(inspect.getfile(type(model))).parent.glob("*.py"))}
-    for name, first in list_ties(model).items():
-        facts[f"the weight {name}"] = f"{first} {tuple(model.get_parameter(name).shape)}"
-    return facts
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
 
 
 @torch.compiler.disable
 def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does: a forward pre-hook, whose result replaces the inputs."""
 
-    def cast(value: Any) -> Any:
-        if torch.is_tensor(value) and value.is_floating_point():
-            return value.to(dtype)
-        if isinstance(value, dict):
-            return {name: cast(part) for name, part in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(map(cast, value))
-        return value
+    def cast(tensor: Tensor, _: str) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return cast(args), cast(kwargs)
+    return map_tensors(cast, (args, kwargs))
 
 
 def find_class_before_fsdp(model: Any) -> type[nn.Module]:
@@ -359,67 +343,64 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def full_state(state: Any) -> Any:
     """Gather every tensor of a state dict, one at a time, on rank 0's CPU; on other ranks, tensors become None."""
-    if isinstance(state, Tensor):
-        gathered = full_tensor(state).detach()
+
+    def gather(tensor: Tensor, _: str) -> Tensor | None:
+        gathered = full_tensor(tensor).detach()
         return gathered.cpu() if is_rank_0() else None
-    if isinstance(state, Mapping):
-        return {key: full_state(value) for key, value in state.items()}
-    return state
+
+    return map_tensors(gather, state)
 
 
-def take_parts(state: Any, name: str, parts: Parts, mesh: Mesh) -> Any:
-    """Replace the DTensors of a state by tensors on the meta device, and add this process's parts of them to `parts`.
+def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
+    """Return a state with tensors on the meta device in place of DTensors, and this process's parts of these.
 
-    If several processes have the same part, only the first of them adds it. Other tensors are returned on the CPU on
+    If several processes have the same part, only the first of them returns it. Other tensors are returned on the CPU on
     rank 0, and as None on other ranks. A part's name is `name` and the tensor's path in the state, joined by dots.
     """
-    if isinstance(state, DTensor):
-        local = state.to_local().detach()
-        if _is_first_owner(state, mesh) and local.numel():  # the last processes may have no rows
-            # The copy is needed, as tied weights share memory, which safetensors refuses.
-            parts[name] = (_find_begin(state), local.to("cpu", copy=True))
-        return torch.empty(state.shape, dtype=state.dtype, device="meta")
-    if isinstance(state, Mapping):
-        return {key: take_parts(value, f"{name}.{key}", parts, mesh) for key, value in state.items()}
-    if isinstance(state, Tensor):
-        return state.detach().cpu() if is_rank_0() else None
-    return state
+    parts = {}
+
+    def take(tensor: Tensor, name: str) -> Tensor | None:
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().detach()
+            if _is_first_owner(tensor, mesh) and local.numel():  # the last processes may have no rows
+                # The copy is needed, as tied weights share memory, which safetensors refuses.
+                parts[name] = (_find_begin(tensor), local.to("cpu", copy=True))
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return tensor.detach().cpu() if is_rank_0() else None
+
+    return map_tensors(take, state, name), parts
 
 
 def count_own_bytes(state: Any) -> int:
     """Count the bytes of the tensors in a state that this process holds."""
-    if isinstance(state, Mapping):
-        return sum(map(count_own_bytes, state.values()))
-    return local_tensor(state).nbytes if isinstance(state, Tensor) else 0
+    sizes = []
+    map_tensors(lambda tensor, _: sizes.append(local_tensor(tensor).nbytes), state)
+    return sum(sizes)
 
 
 def _is_first_owner(tensor: DTensor, mesh: Mesh) -> bool:
     """Return whether this process comes first among those that have the same part of a tensor."""
-    axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
-    for axis in mesh.device_mesh.mesh_dim_names or ():
-        is_copied = axis not in axes or axes[axis].is_replicate()  # along an axis that the tensor's own mesh lacks, too
-        if is_copied and mesh.device_mesh.get_local_rank(axis) > 0:
-            return False
-    return True
+    copied = set(mesh.device_mesh.mesh_dim_names or ())  # the axes along which processes have the same part
+    for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+        if not placement.is_replicate():
+            copied.remove(axis)
+    return not any(map(mesh.device_mesh.get_local_rank, copied))
 
 
 def _find_begin(tensor: DTensor) -> tuple[int, ...]:
     """Return where this process's part of a tensor begins in each dim."""
     begin = [0] * tensor.ndim
     shape = list(tensor.shape)
-    position = tensor.device_mesh.get_coordinate() or ()
+    mesh = tensor.device_mesh
     # The last axis, that of tensor parallelism, cuts first and FSDP after it; torch's own function would begin with the
     # first axis.
-    for index, size, placement in reversed(
-        list(zip(position, tensor.device_mesh.shape, tensor.placements, strict=True))
-    ):
-        if placement.is_replicate():
-            continue
-        dim = placement.dim
-        length = -(-shape[dim] // size)  # parts are as torch.chunk cuts them
-        start = min(index * length, shape[dim])
-        begin[dim] += start
-        shape[dim] = min(length, shape[dim] - start)
+    for axis, placement in reversed([*enumerate(tensor.placements)]):
+        if not placement.is_replicate():
+            dim = placement.dim
+            length = -(-shape[dim] // mesh.size(axis))  # parts are as torch.chunk cuts them
+            start = min(mesh.get_local_rank(axis) * length, shape[dim])
+            begin[dim] += start
+            shape[dim] = min(length, shape[dim] - start)
     assert tuple(shape) == tensor.to_local().shape
     return tuple(begin)
 
@@ -431,36 +412,29 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
     Returns the norm between these two steps: a scalar on the device, equal on all processes.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    row_norms = []
+    row_norms = []  # in float64, of this process's parts; over all processes, their squares add up
     for parameter in parameters:
-        # With tensor parallelism and no FSDP, a gradient may still have to be summed over processes.
-        if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        n_copies = dist.get_world_size() if dist.is_initialized() else 1  # processes that have the same part
+        if isinstance(parameter, DTensor):
+            # With tensor parallelism and no FSDP, a gradient may still have to be summed over processes.
+            if parameter.grad.placements != parameter.placements:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+            for axis, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    n_copies /= parameter.device_mesh.size(axis)
         if scale != 1:
             parameter.grad.div_(scale)
-        row_norms.append(_find_row_norms(parameter.grad).to(parameters[0].device))
+        # On a CPU, torch's norm of a whole matrix of 8192 x 4096 is off by 2e-3, which clipping would make a difference
+        # between numbers of processes.
+        dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(local_tensor(parameter.grad), dim=-1, dtype=dtype)
+        row_norms.append(norms.flatten().double().to(parameters[0].device) / n_copies**0.5)
     square = torch.cat(row_norms).square().sum()
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt().float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-def _find_row_norms(gradient: Tensor) -> Tensor:
-    """Return the norms of the rows of this process's part, in float64; over all processes, the squares add up.
-
-    On a CPU, torch's norm of a whole matrix of 8192 x 4096 is off by 2e-3, which clipping would make a difference
-    between numbers of processes.
-    """
-    n_copies = dist.get_world_size() if dist.is_initialized() else 1  # processes that have the same part
-    if isinstance(gradient, DTensor):
-        for axis, placement in enumerate(gradient.placements):
-            if not placement.is_replicate():
-                n_copies /= gradient.device_mesh.size(axis)
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(local_tensor(gradient), dim=-1, dtype=dtype)
-    return norms.flatten().double() / n_copies**0.5
 
 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
@@ -504,18 +478,17 @@ def step_and_count_changes(optimizer: Optimizer) -> tuple[int, int]:
     tensors = [tensor for tensor in _list_optimized(optimizer) if sharded_parameter(tensor).grad is not None]
     stride = sum(tensor.numel() for tensor in tensors) // SAMPLED_WEIGHTS + 1
     stride |= 1  # odd: an even stride over rows of even length would only ever reach half of the columns
-    before = []
-    for tensor in tensors:
-        has_gradient = local_tensor(sharded_parameter(tensor).grad).flatten()[::stride] != 0
-        before.append((tensor, tensor.flatten()[::stride].clone(), has_gradient))
+
+    def sample(tensor: Tensor) -> Tensor:
+        return tensor.flatten()[::stride].clone()
+
+    has_gradient = [sample(local_tensor(sharded_parameter(tensor).grad)) != 0 for tensor in tensors]
+    before = [*map(sample, tensors)]
     step_optimizer(optimizer)
     n_changed = 0
-    n_weights = 0
-    for tensor, weights, has_gradient in before:
-        has_changed = has_gradient & (tensor.flatten()[::stride] != weights)
-        n_changed += int(has_changed.sum())
-        n_weights += int(has_gradient.sum())
-    return n_changed, n_weights
+    for tensor, weights, counts in zip(tensors, before, has_gradient, strict=True):
+        n_changed += int((counts & (sample(tensor) != weights)).sum())
+    return n_changed, sum(int(counts.sum()) for counts in has_gradient)
 
 
 def _list_optimized(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -543,30 +516,30 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     Every process must call it; `state` is None on other ranks.
     """
     tensors = _list_optimized(optimizer)
-    states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
+    whole = {}  # on rank 0: the sharded tensors, by the index of the parameter and the key
 
     # First send the state without the values of sharded tensors, then these tensors one by one.
-    small_states = {i: dict(values) for i, values in states.items()}
-    for i, values in small_states.items():
-        sharded = sharded_parameter(tensors[i])
-        for key, value in values.items():
-            if sharded is not tensors[i] and torch.is_tensor(value) and value.shape == sharded.shape:
-                values[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    received = from_rank_0(None if state is None else {**state, "state": small_states})
-    for i, values in received["state"].items():
+    if state is not None:
+        state = {**state, "state": {i: dict(values) for i, values in state["state"].items()}}
+        for i, values in state["state"].items():
+            sharded = sharded_parameter(tensors[i])
+            for key, value in values.items():
+                if sharded is not tensors[i] and torch.is_tensor(value) and value.shape == sharded.shape:
+                    whole[i, key] = value
+                    values[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    state = from_rank_0(state)
+    for i, values in state["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
-                tensor = broadcast(states[i][key] if mesh.rank == 0 else None, value, mesh)
+                tensor = broadcast(whole.get((i, key)), value, mesh)
                 sharded = tensors[i].sharded
-                placements = [Replicate()] * sharded.device_mesh.ndim
-                replicated = make_dtensor(tensor, sharded.device_mesh, placements, like=sharded)
-                values[key] = replicated.redistribute(placements=sharded.placements).to_local()
-    optimizer.load_state_dict(received)
+                whole_placements = [Replicate()] * sharded.device_mesh.ndim
+                tensor = make_dtensor(tensor, sharded.device_mesh, whole_placements, like=sharded)
+                values[key] = tensor.redistribute(placements=sharded.placements).to_local()
+    optimizer.load_state_dict(state)
     # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.
     for values in optimizer.state.values():
-        for key, value in values.items():
-            if torch.is_tensor(value):
-                values[key] = value.clone()
+        values.update(map_tensors(lambda tensor, _: tensor.clone(), values))
 
 
 # --- one process with several GPUs ---------------------------------------------------------------------------------

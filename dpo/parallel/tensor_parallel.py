@@ -80,8 +80,7 @@ def _take_heads(x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
     slices are joined first.
     """
     whole = _Copy.apply(_Join.apply(x, mesh, width), mesh, width)
-    by_rank = whole.unflatten(-1, (3, mesh.size(), -1))
-    return by_rank[..., mesh.get_local_rank(), :].flatten(-2)
+    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -154,8 +153,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
         n_heads = getattr(config, name, None)
         if isinstance(n_heads, int) and n_heads % size:
             raise InputError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}: set another size, or "
-                "trainer=FSDPTrainer"
+                f"tensor_parallel_size={size} does not divide {name}={n_heads}: set another, or trainer=FSDPTrainer"
             )
 
 
@@ -188,7 +186,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     for module, name in names.items():
         name = name.removesuffix(".base_layer")  # the plan has a base layer under the name of its adapted layer
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
-        if may_see_slices and name not in plan and next(module.parameters(recurse=False), None) is not None:
+        if may_see_slices and name not in plan and [*module.parameters(recurse=False)]:
             raise _refusal(model, f"does not say how to shard {name}")
 
     # An adapted layer computes W x + B A x. Conversions are linear, so W's are done once for the sum: to the input and
@@ -221,11 +219,12 @@ def cut_modules(modules: Mapping, plan: Mapping[str, Style], mesh: DeviceMesh) -
     slices = {}  # by whole parameter, so that tied ones stay tied; keeps the keys alive, so that no id is reused
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
-        for key, parameter in list(module.named_parameters(recurse=False)):
+        parameters = dict(module.named_parameters(recurse=False))
+        for key, parameter in parameters.items():
             if parameter not in slices:
                 slices[parameter] = _slice_parameter(module, key, style.cut, mesh)
             module.register_parameter(key, slices[parameter])
-        if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
+        if style.enter or style.leave or parameters:
             _compute_with_slices(module, style, mesh)
         if style.cut == "in" and isinstance(module, nn.Dropout):  # an adapter's, with sliced features
             width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
@@ -257,9 +256,7 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh) -> None:
             y = forward(*args, **kwargs)
         finally:
             module._parameters.update(dtensors)
-        if style.leave:
-            y = style.leave(y, mesh, width)
-        return y
+        return style.leave(y, mesh, width) if style.leave else y
 
     module.forward = local_forward
 
@@ -285,8 +282,7 @@ def _slice_parameter(module: nn.Module, name: str, cut: str | None, mesh: Device
     local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None).to_local()
     if placements[0].is_shard():
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
-    sliced = make_dtensor(local, mesh, placements, like=parameter)
-    return nn.Parameter(sliced, requires_grad=parameter.requires_grad)
+    return nn.Parameter(make_dtensor(local, mesh, placements, like=parameter), requires_grad=parameter.requires_grad)
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor) -> DTensor:

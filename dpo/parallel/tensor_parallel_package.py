@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.system.host import is_gpu
 
@@ -45,13 +45,14 @@ class SplitModel(torch.nn.Module):
 
     def __init__(self, model: Any, devices: Sequence[torch.device]):
         super().__init__()
-        try:
-            from tensor_parallel import TensorParallel
-        except ImportError as error:  # often as it needs pkg_resources, which setuptools 82 removed
-            raise InputError(
-                f"the package tensor_parallel cannot be imported ({error}); pip install tensor_parallel==2.0.0 "
+        with explaining(  # often it needs pkg_resources, which setuptools 82 removed
+            ImportError,
+            lambda why: InputError(
+                f"the package tensor_parallel cannot be imported ({why}); pip install tensor_parallel==2.0.0 "
                 f"'setuptools>=77,<82', or use tensor_parallel.backend=dtensor"
-            ) from error
+            ),
+        ):
+            from tensor_parallel import TensorParallel
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         # A tied weight has two keys in a state dict, and one name here.

@@ -12,7 +12,7 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,13 +55,10 @@ class _UnfailingFile(io.FileIO):
     """A file whose writes never fail: what cannot be written is lost."""
 
     def write(self, data: Any) -> int:
-        try:
+        n_written = None
+        with suppress(OSError):  # a full disk, a terminal that was closed, a pipe that nobody reads
             n_written = super().write(data)
-            if n_written is not None:
-                return n_written
-        except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
-            pass
-        return memoryview(data).nbytes  # claim that all was written
+        return memoryview(data).nbytes if n_written is None else n_written  # claim that all was written
 
 
 class _RedactedText(io.TextIOWrapper):
@@ -119,8 +116,10 @@ def python_process_options(*arguments: str, **environment: str) -> dict:
     whose files may not be trusted. `environment` has further variables.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    command = [sys.executable, "-P", *arguments]
-    return {"args": command, "env": {**os.environ, "PYTHONPATH": paths, **environment}}
+    return {
+        "args": [sys.executable, "-P", *arguments],
+        "env": {**os.environ, "PYTHONPATH": paths, **environment},
+    }
 
 
 @contextmanager
@@ -202,8 +201,8 @@ def find_device_memory(world_size: int, *, multi_process: bool) -> int:
 
         gpus = list_own_gpus(multi_process=multi_process)
         return sum(torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) for gpu in gpus)
-    n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # the launchers set it
-    return (host_memory()[1] + resident_memory()) // n_processes_here
+    # The launchers set LOCAL_WORLD_SIZE.
+    return (host_memory()[1] + resident_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def resident_memory() -> int:

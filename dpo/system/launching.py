@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError, explaining, find_advice, is_lost_contact
 from dpo.redaction import redact
-from dpo.system.heartbeats import watching_machines
 from dpo.system.host import (
     count_gpus,
     drop_safe_path,
@@ -86,42 +85,42 @@ class RankEnv(NamedTuple):
     world_size: int
     local_rank: int  # among the ranks of its machine; the index of its GPU
     address: str
-    port: int
-    serves_store: bool = False  # whether this process serves the rendezvous store
+    port: int  # of the rendezvous store
     machine: int = 0
     n_machines: int = 1
-    listener: socket.socket | None = None  # listens at `port` already, for the process that serves the store
+    listener: socket.socket | None = None  # listens at `port` already, for rank 0, which serves the store
 
 
 def find_rank_env() -> RankEnv | None:
     """Read the rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
-    machine = 0
-    n_machines = 1
-    world_size = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # not SLURM_NTASKS, which a batch script has too
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
-        world_size = int(environ["WORLD_SIZE"])
-        rank = int(environ["RANK"])
-        local_rank = int(environ.get("LOCAL_RANK", rank))
-        serves_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        machine = int(environ.get("GROUP_RANK", 0))
-        n_machines = int(environ.get("GROUP_WORLD_SIZE", 1))
-        address = "localhost"
-        port = 29500
-    elif world_size > 1:
-        rank = int(environ["SLURM_PROCID"])
-        local_rank = int(environ["SLURM_LOCALID"])
-        serves_store = rank == 0
-        machine = int(environ.get("SLURM_NODEID", 0))
-        n_machines = int(environ.get("SLURM_STEP_NUM_NODES", 1))
-        # Take the first node of a list, such as node03 in "node[03-05,9]".
-        address = re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", ""))
-        port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000  # jobs rarely collide
+        rank_env = RankEnv(
+            int(environ["RANK"]),
+            int(environ["WORLD_SIZE"]),
+            int(environ.get("LOCAL_RANK", environ["RANK"])),
+            "localhost",
+            29500,
+            int(environ.get("GROUP_RANK", 0)),
+            int(environ.get("GROUP_WORLD_SIZE", 1)),
+        )
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank_env = RankEnv(
+            int(environ["SLURM_PROCID"]),
+            int(environ["SLURM_STEP_NUM_TASKS"]),
+            int(environ["SLURM_LOCALID"]),
+            # Take the first node of a list, such as node03 in "node[03-05,9]".
+            re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", "")),
+            20_000 + int(environ["SLURM_JOB_ID"]) % 20_000,  # jobs rarely collide
+            int(environ.get("SLURM_NODEID", 0)),
+            int(environ.get("SLURM_STEP_NUM_NODES", 1)),
+        )
     else:
         return None
-    address = environ.get("MASTER_ADDR") or address
-    port = int(environ.get("MASTER_PORT") or port)
-    return RankEnv(rank, world_size, local_rank, address, port, serves_store, machine, n_machines)
+    return rank_env._replace(
+        address=environ.get("MASTER_ADDR") or rank_env.address,
+        port=int(environ.get("MASTER_PORT") or rank_env.port),
+    )
 
 
 def count_processes_here(world_size: int) -> int:
@@ -193,7 +192,10 @@ def _run_in_group(
     # tqdm's own lock is a semaphore of the system, of whose leak Python would warn after `end_process`
     tqdm.tqdm.set_lock(threading.RLock())
     return_freed_memory()
-    rank, world_size, local_rank, address, port, serves_store, *_, listener = rank_env
+    rank, world_size, local_rank, address, port, machine, n_machines, listener = rank_env
+    # torchrun may serve the store itself; it keeps it when it restarts workers
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves_store = rank == 0 and not has_agent_store
     timeout = timedelta(seconds=timeout_secs)
     status = DONE
     message = ""
@@ -202,7 +204,7 @@ def _run_in_group(
             listen("MASTER_PORT", port).close()  # if another program uses it, the store's error would say less
         # Let a stop signal kill this process, as no Python handler could run during the calls below.
         with handling_signals(signal.SIG_DFL):
-            server = dist.TCPStore(
+            store = dist.TCPStore(
                 address,
                 port,
                 is_master=serves_store,
@@ -210,14 +212,12 @@ def _run_in_group(
                 timeout=timeout,
                 master_listen_fd=listener.detach() if listener else None,
             )
-            store = server
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
-                store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-        with watching_machines(
+            if has_agent_store:  # each attempt needs keys of its own
+                store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        with waiting.watching_machines(
             store,
-            rank_env.machine,
-            rank_env.n_machines,
+            machine,
+            n_machines,
             writes=local_rank == 0,
             timeout_secs=heartbeat_timeout_secs,
             give_up=lambda why: end_process(f"rank {rank} ends: {why}\n", LOST_CONTACT),
@@ -314,12 +314,11 @@ def _spawn(worker: Callable, world_size: int, args: tuple, listener: socket.sock
     try:
         with on_stop_signals(stop_workers):
             for rank in range(world_size):
-                rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port)
-                if rank == 0:
-                    rank_env = rank_env._replace(serves_store=True, listener=listener)
+                rank_env = RankEnv(rank, world_size, rank, "127.0.0.1", port, listener=listener if rank == 0 else None)
                 receiver, sender = context.Pipe(duplex=False)
-                worker_args = (rank_env, os.getpid(), sender, worker, args, timeout_secs)
-                process = context.Process(target=_run_worker, args=worker_args)
+                process = context.Process(
+                    target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
+                )
                 # A terminal sends Ctrl-C to all processes, but only this one should handle and forward it: a process
                 # that is started while Ctrl-C is ignored ignores it, too.
                 with handling_signals(signal.SIG_IGN, signal.SIGINT), safe_path_for_children():

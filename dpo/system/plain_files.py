@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining
 
 LONGEST_MARK = 2**14  # bytes at the beginning of a file that `check_own` compares
 
@@ -56,10 +56,9 @@ def read_text(path: Path) -> str:
 def _parse_file(path: Path, parse: Callable) -> Any:
     """Return what `parse` makes of a file's text; raise InputError for an invalid file, FileNotFoundError for none."""
     check_readable(path)
-    try:
+    # PyYAML raises an IndexError for `!!int ""`, for instance.
+    with explaining(Exception, lambda why: InputError(f"{path} cannot be read: {why}")):
         return parse(path.read_bytes().decode("utf-8"))
-    except Exception as error:  # PyYAML raises an IndexError for `!!int ""`, for instance
-        raise InputError(f"{path} cannot be read: {one_sentence(error)}") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -88,11 +87,12 @@ def remove(path: Path) -> None:
 
 def move_aside(path: Path, name: str | None = None) -> Path:
     """Rename to PATH.old, or to `name` beside it, with .1, .2 and so on if that is taken; return the new path."""
-    first = target = path.with_name(name or f"{path.name}.old")
+    name = name or f"{path.name}.old"
+    target = path.with_name(name)
     number = 0
     while os.path.lexists(target):
         number += 1
-        target = path.with_name(f"{first.name}.{number}")
+        target = path.with_name(f"{name}.{number}")
     return path.rename(target)
 
 
@@ -123,37 +123,31 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
 
 
-def read_json_lines(path: Path, mark: str, form: Mapping[str, type]) -> Iterator[dict]:
-    """Yield the objects of a file of JSON lines; without the file, yield nothing.
-
-    A last line that is incomplete, because a process was killed, is cut off the file. Raises InputError for a file that
-    does not begin with the pattern `mark`, or a line that is not an object with values of the types in `form`.
-    """
-    check_own(path, mark)
-    if path.exists():
-        content = path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        os.truncate(path, end)
-        for number, line in enumerate(content[:end].splitlines(), start=1):
-            try:
-                value = json.loads(line)
-                if not has_form(value, form):
-                    raise ValueError(f"it needs {', '.join(form)}")
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"line {number} of {path} cannot be read: move the file away ({error})") from error
-            yield value
-
-
 class JsonLinesStore:
     """A file of JSON lines, each with a `key`, and in memory these lines by key; several threads may add lines.
 
-    `mark` and `form`, to which `key` is added, are those of `read_json_lines`.
+    A last line that is incomplete, because a process was killed, is cut off the file. Raises InputError for a file that
+    does not begin with the pattern `mark`, or a line that is not an object with a key and the types in `form`.
     """
 
     def __init__(self, path: Path, mark: str, form: Mapping[str, type]):
+        check_own(path, mark)
         self.path = path
-        self.lines = {line["key"]: line for line in read_json_lines(path, mark, {"key": str, **form})}
+        self.lines = {}
         self._lock = threading.Lock()
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        os.truncate(path, end)
+        for number, text in enumerate(content[:end].splitlines(), start=1):
+            try:
+                line = json.loads(text)
+                if not has_form(line, {"key": str, **form}):
+                    raise ValueError(f"it needs key, {', '.join(form)}")
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"line {number} of {path} cannot be read: move the file away ({error})") from error
+            self.lines[line["key"]] = line
 
     def add(self, key: str, **values: Any) -> None:
         line = {"key": key, **values}

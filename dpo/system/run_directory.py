@@ -91,37 +91,37 @@ def lock_run_dir(run_dir: Path) -> IO:
     Raises InputError if another process holds the lock for longer than LOCK_SECS, unless it is of an earlier attempt of
     the same torchrun job: a machine that the job has lost may keep its lock.
     """
-    with _explaining_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / LOCK).open("a+", encoding="utf-8", errors="replace")
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # what torchrun calls a job without --rdzv-id
     job_note = "" if job == "none" else f", in job {job} of torchrun"
+    lock = run_dir / LOCK
     deadline = time.monotonic() + LOCK_SECS
     while True:
+        with _explaining_errors(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / LOCK)):  # it was replaced
-                file.close()
-                return lock_run_dir(run_dir)
-            break
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                with file:
-                    file.seek(0)
-                    holder = file.read(1000).strip()
-                if job_note and holder.endswith(job_note):
-                    print(f"the lock of {run_dir} is taken from {holder}, which its job has given up")
-                    (run_dir / LOCK).unlink()
-                    return lock_run_dir(run_dir)
-                problem = f"local_run_dir={run_dir} is locked by {holder}"
-                raise InputError(f"{problem}: stop that process first, or choose another directory") from error
-            time.sleep(0.02)
+            if os.path.samefile(lock, file.fileno()):
+                break
         except FileNotFoundError:  # a refused run has removed it
-            file.close()
-            return lock_run_dir(run_dir)
+            pass
+        except BlockingIOError as error:
+            with file:
+                file.seek(0)
+                holder = file.read(1000).strip()
+            if time.monotonic() < deadline:
+                time.sleep(0.02)
+            elif job_note and holder.endswith(job_note):
+                print(f"the lock of {run_dir} is taken from {holder}, which its job has given up")
+                lock.unlink()
+            else:
+                raise InputError(
+                    f"local_run_dir={run_dir} is locked by {holder}: stop it first, or choose another directory"
+                ) from error
         except OSError as error:  # some network file systems have no locks
             print(WarningLine(f"{run_dir} cannot be locked ({error}): do not start a second run there"))
             return file
+        file.close()  # the next round opens the file that is there then
     file.truncate(0)
     print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}{job_note}", file=file, flush=True)
     return file
@@ -139,24 +139,22 @@ def is_locked(run_dir: Path) -> bool:
 
 def _explaining_errors(run_dir: Path) -> AbstractContextManager:
     """Replace errors of the file system by an InputError that names the run's directory."""
-    advice = "choose another local_run_dir, or other local_dirs"
-    return explaining(OSError, lambda why: InputError(f"local_run_dir={run_dir} cannot be written: {why}; {advice}"))
+    return explaining(
+        OSError,
+        lambda why: InputError(
+            f"local_run_dir={run_dir} cannot be written: {why}; choose another, or other local_dirs"
+        ),
+    )
 
 
 # --- facts about the run ---------------------------------------------------------------------------------------------
 
 
-def write_run_facts(
-    run_dir: Path,
-    config: dict,
-    *,
-    processes: int = 1,
-    microbatch_size: int | None = None,
-    former: tuple[str, float] | None = None,
-) -> None:
+def write_run_facts(run_dir: Path, config: dict, *, former: tuple[str, float] | None = None, **more: Any) -> None:
     """Write `config.yaml`, without secrets, and the facts of a run that starts or is resumed, `env.json`.
 
-    `former` has the id of the run that is continued, and the time of its checkpoint in seconds since 1970.
+    `former` has the id of the run that is continued, and the time of its checkpoint in seconds since 1970. `more` has
+    further facts.
     """
     import torch  # not at the top, as the report imports this file without torch
 
@@ -185,8 +183,7 @@ def write_run_facts(
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
-        "processes": processes,
-        "microbatch_size": microbatch_size,
+        **more,
         "started": timestamp(),
         "seconds_before": seconds_before,
         "git_commit": commit.removesuffix("-dirty") or None,
@@ -199,13 +196,12 @@ def write_run_facts(
 
 def read_run_facts(run_dir: Path) -> dict:
     """Return the facts in `env.json`; {} unless `write_run_facts` wrote them."""
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError):
         facts = read_json(run_dir / FACTS)
         datetime.fromisoformat(facts["started"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-    is_ours = {"packages", "git_commit"} <= facts.keys() and not list_wrong_types(facts, FACT_TYPES)
-    return facts if is_ours else {}
+        if {"packages", "git_commit"} <= facts.keys() and not list_wrong_types(facts, FACT_TYPES):
+            return facts
+    return {}
 
 
 def add_run_facts(run_dir: Path, **new_facts: Any) -> None:

@@ -1,18 +1,20 @@
-"""Waiting for work that one rank does alone, such as saving.
+"""Waiting for work that one rank does alone, such as saving, and noticing a machine that has gone.
 
-The others poll the key-value store that rank 0 serves: in a collective they would time out, and handle no signals. A
-`call_site` is any text that names a place in the code; the store's keys are made from it.
+Both use the key-value store that rank 0 serves. The others poll it while a rank works alone: in a collective they would
+time out, and handle no signals. A `call_site` is any text that names a place in the code; the store's keys are made
+from it.
 """
 
+import math
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from dpo.errors import InputError
 T = TypeVar("T")
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
 LONGEST_WORK = 10  # collective timeouts for which a rank may work alone: 5 hours by default
+BEATS_PER_TIMEOUT = 6
 FAILURE_KEY = "a rank has failed"  # a key in the store, which a rank that fails sets before it exits
 
 
@@ -28,9 +31,37 @@ def has_other_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's value on every rank. It is sent pickled; other ranks' values are ignored.
+
+    Every rank must call it.
+    """
+    if not has_other_ranks():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def default_store() -> dist.Store:
     """Return the store through which the default process group was formed."""
     return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def watchdog(timeout_secs: float, act: Callable, *args: Any) -> Iterator:
+    """Call `act(*args)` in a thread if the body, such as a call of a store, takes longer than `timeout_secs`."""
+    timer = threading.Timer(timeout_secs, act, args)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -41,13 +72,8 @@ def store_with_watchdog() -> Iterator[dist.Store]:
     its stack, and the parent takes it for one that lost contact.
     """
     store = default_store()
-    watchdog = threading.Timer(store.timeout.total_seconds(), os.kill, (os.getpid(), signal.SIGABRT))
-    watchdog.daemon = True
-    watchdog.start()
-    try:
+    with watchdog(store.timeout.total_seconds(), os.kill, os.getpid(), signal.SIGABRT):
         yield store
-    finally:
-        watchdog.cancel()
 
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
@@ -84,10 +110,8 @@ def meet_rank_0(call_site: str) -> None:
 
 def after_rank_0(call_site: str, act: Callable[[], T]) -> T:
     """Call `act()` on rank 0 and, once it is done there, on all others; return this rank's result."""
-    if not has_other_ranks():
-        return act()
     key = f"rank 0 at {name_call(call_site)}"
-    if dist.get_rank() > 0:
+    if not is_rank_0():
         wait_for(key)
         return act()
     result = act()
@@ -113,16 +137,14 @@ def once_per_machine(make: Callable[[], str]) -> str:
     """
     if not has_other_ranks():
         return make()
-    rank = dist.get_rank()
     machines = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
     call = name_call("the work of one process per machine")
-    # The first rank of each machine puts its result here.
-    keys = {machine: f"rank {machines.index(machine)} at {call}" for machine in machines}
-    if machines.index(machines[rank]) == rank:  # this is its machine's first rank
-        default_store().set(keys[machines[rank]], make())
-    results = {machine: wait_for(key) for machine, key in keys.items()}
-    return results[machines[rank]]
+    firsts = [machines.index(machine) for machine in machines]  # by rank: the first rank of its machine
+    rank = dist.get_rank()
+    if firsts[rank] == rank:
+        announce(f"rank {rank} at {call}", make())
+    return [wait_for(f"rank {first} at {call}") for first in firsts][rank]
 
 
 def identify_machine() -> str:
@@ -156,9 +178,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     """
     if not has_other_ranks():
         return
-    box = [(socket.gethostname(), facts)]
-    dist.broadcast_object_list(box)
-    host_0, facts_0 = box[0]
+    host_0, facts_0 = from_rank_0((socket.gethostname(), facts))
     different = sorted({name for name, _ in facts_0.items() ^ facts.items()})
     gathered: list = [None] * dist.get_world_size()  # by rank
     # Only a few names are shown, as those of all weights of a model would be long.
@@ -175,3 +195,61 @@ def barrier_before_exit() -> None:
     """Wait for all ranks, as rank 0 must not exit while another rank uses the store that rank 0 serves."""
     if has_other_ranks():
         dist.barrier()
+
+
+# --- heartbeats. A machine that loses power closes no connection, so others would wait forever -----------------------
+
+
+@contextmanager
+def watching_machines(
+    store: Any, machine: int, n_machines: int, *, writes: bool, timeout_secs: float, give_up: Callable[[str], None]
+) -> Iterator:
+    """Watch the other machines inside the context; a process with `writes`, one per machine, writes its heartbeats.
+
+    `store` is the store through which the processes meet. A machine is watched from its first heartbeat on, until its
+    context ends without an error. Once a machine or the store has been silent for `timeout_secs`, or this process did
+    not run for as long, a thread calls `give_up(why)`, which must end the process.
+    """
+    if n_machines == 1:
+        yield
+        return
+    beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
+    ends = [f"end of machine {i}" for i in range(n_machines)]
+    is_over = threading.Event()
+
+    def watch(connection: Any) -> None:
+        counts = [0] * n_machines
+        heard_at = [math.inf] * n_machines  # inf: not watched
+        no_answer = f"the store, through which the processes meet, has not answered for {timeout_secs:g} s"
+        while not is_over.is_set():
+            now = time.monotonic()
+            try:
+                with watchdog(timeout_secs, give_up, no_answer):
+                    if writes:
+                        connection.add(beats[machine], 1)
+                    for i in range(n_machines):
+                        count = connection.add(beats[i], 0)  # unlike `get`, it does not wait for a first heartbeat
+                        if connection.check([ends[i]]):
+                            heard_at[i] = math.inf
+                        elif count != counts[i]:
+                            counts[i] = count
+                            heard_at[i] = now
+            except RuntimeError:  # the process that served the store has ended, so collectives fail, too
+                return
+            silent = [f"machine {i}" for i in range(n_machines) if now - heard_at[i] > timeout_secs]
+            if silent:
+                give_up(f"no heartbeat of {' and '.join(silent)} for {timeout_secs:g} s (heartbeat_timeout_secs)")
+            now = time.monotonic()
+            is_over.wait(timeout_secs / BEATS_PER_TIMEOUT)
+            waited = time.monotonic() - now
+            if waited > timeout_secs:
+                give_up(f"for {waited:.0f} s it did not run, or C code held the GIL")
+
+    threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()
+    try:
+        yield
+        if writes:
+            with suppress(RuntimeError):  # the process that serves the store may have ended before
+                store.set(ends[machine], "")
+    finally:
+        is_over.set()

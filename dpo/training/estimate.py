@@ -23,8 +23,7 @@ from dpo.models.attention import find_attention
 from dpo.models.layouts import layout_by_rules
 from dpo.models.loading import make_policy_structure, make_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
-from dpo.parallel.collectives import CollectiveCounter, fake_processes
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import CollectiveCounter, Mesh, fake_processes
 from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches

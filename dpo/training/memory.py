@@ -26,8 +26,7 @@ from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
 from dpo.models.scoring import load_reward_model
-from dpo.parallel.collectives import fake_processes
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import Mesh, fake_processes
 from dpo.parallel.sharding import find_blocks, local_tensor
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.settings.plan import Plan

@@ -25,7 +25,7 @@ from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
-from dpo.parallel.mesh import Mesh, from_rank_0
+from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import (
     announce_backward,
     gather_part_like,
@@ -36,6 +36,7 @@ from dpo.parallel.sharding import (
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
 from dpo.system.plain_files import check_readable, replacing
+from dpo.system.waiting import from_rank_0
 from dpo.training.batches import Batch
 from dpo.training.optimization import LossScale
 

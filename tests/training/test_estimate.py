@@ -14,8 +14,8 @@ from support.warm import launch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo.data.preflight import load_data
-from dpo.parallel import collectives
-from dpo.parallel.collectives import CollectiveCounter
+from dpo.parallel import mesh
+from dpo.parallel.mesh import CollectiveCounter
 from dpo.settings.plan import resolve
 from dpo.training.estimate import RATES, Estimator
 from trainers import Trainer
@@ -60,7 +60,7 @@ def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
 
 def test_a_run_starts_without_private_names_of_torch_that_it_does_not_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
-    runpy.run_path(collectives.__file__)
+    runpy.run_path(mesh.__file__)
 
 
 @pytest.mark.parametrize("settings", WAYS)
