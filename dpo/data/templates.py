@@ -7,28 +7,28 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNING_SHARE, Messages, Prompt, check_unicode, common_prefix, is_scored
-from dpo.data.tokenization import compile_special_tokens, list_end_strings, match_any, remove_final_eos
+from dpo.data.tokenization import (
+    compile_special_tokens,
+    list_end_strings,
+    match_any,
+    quote_around,
+    remove_final_eos,
+)
 from dpo.errors import InputError, WarningLine, one_sentence
-from dpo.redaction import redact, shorten
+from dpo.redaction import shorten
 
 MARK = "[goes on here]"  # appended to the beginning of an answer, to find in the rendered text where the answer goes on
-SHOWN = 60  # characters that an error shows on either side of a control token
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-# Templates may render the thoughts of a turn differently once other turns follow.
-FIX_TURNS = f"{FIX}, remove the thoughts of earlier turns if there are any"
-END_OF_THOUGHT = "</think>"
 ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles that do not ask the question of a prompt
-# a position that is not inside a word of ASCII letters; other scripts may have no spaces between words
-NOT_IN_WORD = re.compile(r"(?<!\w)|(?!\w)", re.ASCII)
-TAKEN = "\0"  # overwrites a piece that was found in the rendered text, so that no other is found there
-LEAVES_OUT, TRIMS = "leaves out", "changes the white space of"  # as in "the chat template leaves out the content"
+# Templates may split a content at these tags, and leave out the thoughts between them.
+THOUGHT_TAG = re.compile(r"(</?(?:think|thought|reasoning)>\n*)")
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 CLOSED = (
     "the chat template ends the prompt, where the model is served, with a text that the responses do not begin with, "
@@ -36,7 +36,7 @@ CLOSED = (
 )
 REWRITTEN = (
     "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
-    "is scored: write one record for each answer to train on all"
+    "is scored: write one record for each answer"
 )
 
 Apply = Callable[..., str]  # `apply_template`, with tokenizer and tools bound
@@ -57,11 +57,10 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
         except TypeError:
             # A template may join a call's arguments to text, as DeepSeek-V3's does, so they must be JSON, not a dict.
             written = copy.deepcopy(messages)
-            functions = [call["function"] for message in written for call in message.get("tool_calls", ())]
-            if not functions:
-                raise
-            for function in functions:
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            for message in written:
+                for call in message.get("tool_calls", ()):
+                    function = call["function"]
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             return tokenizer.apply_chat_template(written, tokenize=False, **options)
     except Exception as error:  # a template is a program, which may raise anything
         raise TemplateRejects(one_sentence(error)) from error
@@ -81,18 +80,6 @@ def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) ->
     if not mark:
         raise TemplateRejects(f"it leaves out the beginning of the answer, {begun['content'][:80]!r}")
     return text
-
-
-def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts, keys and numbers in nested dicts and lists, numbers as text."""
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from iterate_texts(item)
-    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # a template may write True or true
-        yield str(value)
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -135,144 +122,40 @@ def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
 
 # --- texts of messages in the rendered text --------------------------------------------------------------------------
 
-
-@dataclass
-class Piece:
-    """A text of a message or a tool, which should be in the rendered text."""
-
-    index: int  # the message's; -1 for a tool
-    kind: str  # content, thought, call or tool
-    text: str
-    may_move: bool = False  # True for a system turn or a tool, which a template may write anywhere
-    change: str = LEAVES_OUT  # what the template does to it: once it is found, TRIMS, or "" for nothing
-    start: int = 0  # in the rendered text
-    end: int = 0  # exclusive; 0 until it is found
-
-    @property
-    def order(self) -> tuple[int, bool]:
-        """Where it stands among other pieces: messages in their order, and the thoughts of a message first."""
-        return self.index, self.kind != "thought"
+# by a message's index and one of its texts: the kind (content, thought or call), and the mark that stands in its place
+MarkedTexts = dict[tuple[int, str], tuple[str, str]]
 
 
-def list_pieces(messages: Messages, tools: Any = ()) -> list[Piece]:
-    """List the texts of messages in their order, then the names of the tools' functions; blank ones are left out."""
-    pieces = []
+def mark_texts(messages: Messages) -> tuple[Messages, MarkedTexts]:
+    """Copy messages with a mark in place of each text that is not blank, inside the white space around it.
+
+    A chat template treats a mark as it would treat the text, but a mark cannot be mistaken for other words.
+    """
+    texts: MarkedTexts = {}
+
+    def mark(index: int, kind: str, text: str) -> str:
+        words = text.strip()
+        if not words:
+            return text
+        # Several keys of a message may have the same thoughts, of which a template reads one.
+        return texts.setdefault((index, text), (kind, text.replace(words, f"[~{len(texts)}~]")))[1]
+
+    marked = []
     for index, message in enumerate(messages):
-        content = message.get("content") or ""
-        thoughts = {message.get(key) or "" for key in THOUGHTS}  # a set, as several keys may have the same thoughts
-        if message["role"] == "assistant" and END_OF_THOUGHT in content:  # a template may leave these thoughts out
-            thought, _, content = content.rpartition(END_OF_THOUGHT)
-            content = content.lstrip("\n")
-            thoughts.add(thought.removeprefix("<think>").strip("\n"))
-        for thought in sorted(thoughts):
-            pieces.append(Piece(index, "thought", thought))
-        pieces.append(Piece(index, "content", content, may_move=message["role"] in ("system", "developer")))
-        for call in message.get("tool_calls") or ():
-            for text in iterate_texts([call["function"]["name"], call["function"]["arguments"]]):
-                pieces.append(Piece(index, "call", text))
-    for tool in tools or ():
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            pieces.append(Piece(-1, "tool", name, may_move=True))
-    return [piece for piece in pieces if piece.text.strip()]
-
-
-def find_pieces(messages: Messages, rendered: str, tools: Any = ()) -> list[Piece]:
-    """Look for the texts of messages and tools in the rendered text; return all, found or not, in their order.
-
-    No two overlap. Longer ones are looked for first, so that a short one is not found inside a longer one. Unless a
-    piece may move, it must be after those of a smaller `order`, and before those of a larger one.
-    """
-    pieces = list_pieces(messages, tools)
-    anchors = []  # found pieces that may not move, and so limit where others may be
-    # A call is looked for last, as a template may list its function among the tools, before all messages.
-    for piece in sorted(pieces, key=lambda piece: (piece.kind == "call", -len(piece.text))):
-        low = 0
-        high = len(rendered)
-        for anchor in anchors:
-            if piece.may_move:
-                break
-            if anchor.order < piece.order:
-                low = max(low, anchor.end)
-            elif anchor.order > piece.order:
-                high = min(high, anchor.start)
-        for spelled, change in _spell(piece.text):
-            begin = _find_words(spelled, rendered, low, high)
-            if begin >= 0:
-                piece.change = change
-                piece.start = begin
-                piece.end = begin + len(spelled)
-                rendered = rendered[:begin] + TAKEN * len(spelled) + rendered[piece.end :]
-                if not piece.may_move:
-                    anchors.append(piece)
-                break
-    return pieces
-
-
-def _find_words(text: str, rendered: str, start: int, limit: int) -> int:
-    """Return where a text begins between `start` and `limit`; -1 if it is not there.
-
-    A match may not begin or end inside a word, as "a" does in "assistant".
-    """
-    while (start := rendered.find(text, start, limit)) >= 0:
-        if NOT_IN_WORD.match(rendered, start) and NOT_IN_WORD.match(rendered, start + len(text)):
-            break
-        start += 1
-    return start
-
-
-def _spell(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the spellings in which templates write a text, each with the `Piece.change` that it means."""
-    stripped = text.strip()
-    yield text, ""
-    yield stripped, TRIMS
-    for is_ascii in (False, True):
-        escaped = json.dumps(stripped, ensure_ascii=is_ascii)[1:-1]
-        yield escaped, ""
-        yield json.dumps(escaped, ensure_ascii=is_ascii)[1:-1], ""  # a call's arguments may be JSON inside JSON
-
-
-def _note_changes(pieces: Sequence[Piece], messages: Messages, place: str, notes: Notes) -> None:
-    """Add to `notes` which pieces the template leaves out or trims; `place` is "prompts" or "responses"."""
-    for piece in pieces:
-        if not piece.change:
-            continue
-        # templates also leave out the thoughts before the user's last turn where a model is served: no warning
-        is_earlier = place == "prompts" or any(message["role"] == "user" for message in messages[piece.index :])
-        if piece.kind == "thought" and piece.change == LEAVES_OUT and is_earlier:
-            notes.setdefault(EARLIER, Note(piece.text, warned_from=math.inf))
-            continue
-        changed = "tools"
-        if piece.kind != "tool":
-            changed = f"the {piece.kind} of messages of role {messages[piece.index]['role']} in {place}"
-        notes.setdefault(f"the chat template {piece.change} {changed}", Note(piece.text))
-
-
-def _refuse_lost(
-    pieces: Sequence[Piece], messages: Messages, role: str, what: str, renders_same: Callable[[Messages], bool]
-) -> None:
-    """Raise InputError if the template leaves out all that a role says, which the error calls `what`.
-
-    It does if no text of the role is found, and if the rendered text stays the same once the role's messages are empty,
-    which `renders_same` finds out.
-    """
-    own = [piece for piece in pieces if piece.kind != "tool" and messages[piece.index]["role"] == role]
-    if any(piece.change != LEAVES_OUT for piece in own):
-        return
-    emptied = list(messages)  # blank messages stay as they are
-    for piece in own:
-        emptied[piece.index] = {"role": role, "content": ""}
-    try:
-        is_lost = renders_same(emptied)
-    except TemplateRejects:  # a template that rejects empty texts reads them
-        return
-    if is_lost:
-        first = own[0].text if own else ""
-        raise InputError(
-            f"the chat template leaves out all {what}, such as {shorten(first)} of role {role!r}: use roles that it "
-            f"renders, {FIX}, or remove the record"
-        )
+        parts = THOUGHT_TAG.split(message["content"])  # texts, with a tag between each two
+        for i in range(0, len(parts), 2):
+            parts[i] = mark(index, "content" if i == len(parts) - 1 else "thought", parts[i])
+        copied = {**message, "content": "".join(parts)}
+        for key in THOUGHTS:
+            if key in message:
+                copied[key] = mark(index, "thought", message[key])
+        if "tool_calls" in message:
+            mark_call = partial(mark, index, "call")
+            copied["tool_calls"] = [
+                {**call, "function": change_texts(call["function"], mark_call)} for call in message["tool_calls"]
+            ]
+        marked.append(copied)
+    return marked, texts
 
 
 # --- prompts and responses -------------------------------------------------------------------------------------------
@@ -281,7 +164,11 @@ def _refuse_lost(
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._end_token = match_any(list_end_strings(tokenizer))
+        end = match_any(list_end_strings(tokenizer)).pattern
+        # the first of the end tokens that close a turn, and one that a template writes only before the next turn
+        self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
+        self._next_end = re.compile(rf"\s*(?:{end})")
+        self._rendered: dict[str, str] = {}  # of `_render_marked`
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
         """Return a prompt with its messages and responses rendered to texts, and with the cuts of the responses.
@@ -292,161 +179,159 @@ class ChatTemplate:
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.tokenizer.chat_template:
             raise InputError(
                 f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
             )
+        self._refuse_control_tokens(prompt)
         messages = prompt.messages or []
         continued = is_prefilled(messages) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
         chats = [_join(messages, answer, continued) for answer in prompt.responses]
-        # a slice of a chat is its answer, which includes the prompt's last message if it continues that
-        control = self._find_control(prompt, [chat[len(messages) - continued :] for chat in chats])
         apply = partial(apply_template, self.tokenizer, tools=prompt.tools)
         texts = []
         cuts = []
         try:
             dialogues = [apply(chat) for chat in chats]
-            render = partial(render_until_answer, apply, continued=continued)
-            open_text = render(messages)
-            if control:  # raised only now, so that a rejection by the template is reported with it
-                raise InputError(control)
-            text = self._cut_prompt(apply, messages, open_text, dialogues, continued=continued)
-            if text is None:
-                raise InputError(
-                    f"the chat template renders the prompt differently once a response follows, so it is not known "
-                    f"where the response starts: {FIX_TURNS}, or use text instead"
-                )
-            _check_prompt(render, messages, prompt.tools, open_text, text, notes)
+            text = self._cut_prompt(apply, messages, dialogues, notes, continued=continued)
+            for chat in chats or [messages]:
+                self._note_changes(prompt, chat, notes)
             for chat, answer, dialogue in zip(chats, prompt.responses, dialogues, strict=True):
                 response, response_cuts = self._cut_response(apply, chat, answer, dialogue, len(text), notes)
-                texts.append(remove_final_eos(response, self.tokenizer))
+                texts.append(response)
                 cuts.append(response_cuts)
         except TemplateRejects as error:
-            what = "messages or tools" if prompt.tools else "messages"
-            reason = f"the tokenizer's chat template rejects these {what}: {error}"
-            raise InputError(f"{control}; {reason}" if control else reason) from error
+            raise InputError(f"the tokenizer's chat template rejects these messages: {error}") from error
         return prompt._replace(text=text, responses=texts, cuts=cuts, rendered=True, truncation_mode="keep_turns")
 
-    def _find_control(self, prompt: Prompt, answers: Sequence[Messages]) -> str:
-        """Return a sentence on the first control token in the messages or tools; "" if there is none.
-
-        Raises InputError for a text that is not valid Unicode.
-        """
-        names = ["the prompt", *(f"response {i}" for i in range(1, len(answers) + 1))]
-        if prompt.examples == [{"chosen": 0, "rejected": 1}]:
-            names = ["the prompt", "chosen", "rejected"]
-        values = []
-        for name, messages in zip(names, (prompt.messages or [], *answers), strict=True):
-            for message in messages:
-                for key, value in message.items():
-                    values.append((f"{key} of a message of role {message['role']!r} in {name}", value))
-        for name, value in (*values, ("a tool", prompt.tools)):
-            text = "\n".join(iterate_texts(value))
+    def _refuse_control_tokens(self, prompt: Prompt) -> None:
+        """Raise InputError for a control token in messages or tools, and for a text that is not valid Unicode."""
+        values = [("a tool", prompt.tools)]
+        for message in chain(prompt.messages or (), *prompt.responses):
+            for key, value in message.items():
+                values.append((f"{key} of a message of role {message['role']!r}", value))
+        for name, value in values:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             check_unicode(text, name)
             if token := compile_special_tokens(self.tokenizer).search(text):
-                around = redact(text[: token.start()])[-SHOWN:] + token[0] + redact(text[token.end() :])[:SHOWN]
-                return (
+                raise InputError(
                     f"{name} has the control token {token[0]!r}, which only the chat template may write: remove it "
-                    f"from {around!r}"
+                    f"from {quote_around(text, token.start())}"
                 )
-        return ""
+
+    def _note_changes(self, prompt: Prompt, chat: Messages, notes: Notes) -> None:
+        """Add to `notes` what the template leaves out of a prompt with an answer, and which contents it trims.
+
+        Raises InputError if it leaves out all that is asked or answered.
+        """
+        asked = prompt.messages or []
+        marked, texts = mark_texts(chat)
+        rendered = self._render_marked(marked, prompt.tools)
+        if prompt.tools and rendered == self._render_marked(marked, None):
+            notes["the chat template leaves out tools"] = Note(str(prompt.tools))
+        present = set()  # the places and roles of which a text is rendered
+        for (index, text), (kind, mark) in texts.items():
+            role = chat[index]["role"]
+            place = "prompts" if index < len(asked) else "responses"
+            change = "leaves out"
+            if mark.strip() in rendered:
+                present.add((place, role))
+                if kind != "content" or mark in rendered or json.dumps(mark)[1:-1] in rendered:
+                    continue
+                change = "changes the white space of"
+            elif kind == "thought" and (
+                place == "prompts" or any(message["role"] == "user" for message in chat[index:])
+            ):
+                # templates also leave out these thoughts where a model is served: no warning
+                notes.setdefault(EARLIER, Note(text, warned_from=math.inf))
+                continue
+            notes.setdefault(f"the chat template {change} the {kind} of messages of role {role} in {place}", Note(text))
+        # the user asks; without user turns, a role that only this template knows, or else the role of the first message
+        roles = [message["role"] for message in asked]
+        needed = [("prompts", min(roles, key=lambda role: (role != "user", role in ASK_NOTHING)), asked)]
+        if answer := chat[len(asked) :]:
+            needed.append(("responses", "assistant", answer))
+        for place, role, said in needed:
+            if (place, role) not in present:
+                raise InputError(
+                    f"the chat template renders nothing that role {role!r} says in {shorten(said)}: use roles that it "
+                    f"renders, {FIX}, or remove the record"
+                )
+
+    def _render_marked(self, chat: Messages, tools: list | None) -> str:
+        """Render a chat of marks; chats that differ only in their texts have the same, which is rendered once."""
+        shape = repr((chat, tools))
+        if shape not in self._rendered:
+            try:
+                self._rendered[shape] = apply_template(self.tokenizer, chat, tools=tools)
+            except TemplateRejects:  # it reads the texts, so nothing is known: as if it wrote all marks
+                self._rendered[shape] = shape
+        return self._rendered[shape]
 
     def _cut_prompt(
-        self, apply: Apply, messages: Messages, open_text: str, dialogues: Sequence[str], *, continued: bool = False
-    ) -> str | None:
-        """Cut a rendered prompt, `open_text`, where any of the dialogues differs from it.
+        self, apply: Apply, messages: Messages, dialogues: Sequence[str], notes: Notes, *, continued: bool = False
+    ) -> str:
+        """Render the messages before an answer, and cut the text where any of the dialogues differs from it.
 
-        Only its generation prompt may be cut, which may have a text that finished turns lack, such as a thinking tag.
-        Returns None if a dialogue differs before the generation prompt.
+        Only the generation prompt may be cut, which may have a text that finished turns lack, such as a thinking tag.
+        Raises InputError if a dialogue differs earlier, or has no answer.
         """
-        shared = common_prefix(open_text, *dialogues)
-        if shared == open_text:
-            return open_text
-        closed_text = open_text if continued else apply(messages)
-        if not shared.startswith(closed_text):
-            return None
-        if not self.tokenizer.is_fast:  # a slow tokenizer gives no offsets of tokens
-            return shared
-        # The shared text may end inside a token: <think> and <tool_call> begin with <t. So cut before the first
-        # token that differs.
-        encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
-        end = len(closed_text)
-        columns = zip(*encoded["input_ids"], strict=False)
-        for ids, (_, token_end) in zip(columns, encoded["offset_mapping"][0], strict=False):
-            if len(set(ids)) > 1:
-                break
-            end = max(end, token_end)
-        return open_text[:end]
+        open_text = render_until_answer(apply, messages, continued=continued)
+        text = common_prefix(open_text, *dialogues)
+        if text != open_text:
+            closed_text = open_text if continued else apply(messages)
+            if not text.startswith(closed_text) or text in dialogues:
+                raise InputError(
+                    f"the chat template renders the prompt differently once a response follows, so it is not known "
+                    f"where the response starts: {FIX}, remove the thoughts of earlier turns if there are any, or use "
+                    f"text instead"
+                )
+            if self.tokenizer.is_fast:  # a slow tokenizer gives no offsets of tokens
+                # The shared text may end inside a token: <think> and <tool_call> begin with <t. So cut before the
+                # first token that differs.
+                encoded = self.tokenizer([open_text, *dialogues], add_special_tokens=False, return_offsets_mapping=True)
+                shared = takewhile(lambda ids: len(set(ids)) == 1, zip(*encoded["input_ids"], strict=False))
+                token_ends = [end for _, (_, end) in zip(shared, encoded["offset_mapping"][0], strict=False)]
+                text = open_text[: max([len(closed_text), *token_ends])]
+            notes[CLOSED] = Note(open_text[len(text) :])
+        return text
 
     def _cut_response(
         self, apply: Apply, chat: Messages, answer: Messages, dialogue: str, start: int, notes: Notes
     ) -> tuple[str, list[int]]:
         """Cut the response out of a rendered chat, `dialogue`, from `start` to the end of its last scored turn.
 
-        Returns its text and its cuts, which are positions in this text. A scored turn ends with the first end token
-        after its message's texts or, without one, where the template ends it.
-
-        Raises InputError if the template leaves out the answer or moves it, or if nothing of it is scored.
+        Returns its text and its cuts, which are positions in this text. Raises InputError if it is not known where the
+        last answer starts, or if nothing is scored.
         """
         first = len(chat) - len(answer)
-        pieces = find_pieces(answer, dialogue[start:])
-        _note_changes(pieces, answer, "responses", notes)
-        _refuse_lost(pieces, answer, "assistant", "of an answer", lambda new: apply(chat[:first] + new) == dialogue)
-        turns = self._find_turns(apply, chat, first, dialogue, start)
-        if turns is None:
-            begin = self._find_begin(apply, chat[:-1], dialogue)
-            if begin is None or begin < start:
-                raise InputError(
-                    f"the chat template leaves out or moves the last answer, so it is not known which text is scored: "
-                    f"{FIX_TURNS}, use responses of one message, or remove {shorten(chat[-1])}"
-                )
-            notes[REWRITTEN] = Note(str(chat[-1]["content"]), warned_from=0)
-            turns = [(len(chat) - 1, begin, len(dialogue))]
+
+        def find_turn(i: int) -> tuple[int, int]:
+            """Return where a message of the assistant begins, and where its turn ends, with the first end token."""
+            begin = start if i == first else len(self._cut_prompt(apply, chat[:i], [dialogue], notes))
+            turn = dialogue
+            if i < len(chat) - 1:  # some templates write EOS after the last turn alone
+                turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)
+            if not dialogue.startswith(turn):
+                raise TemplateRejects("it changes earlier turns")
+            token = self._closing_end.search(turn, begin) or self._next_end.match(dialogue, len(turn))
+            return begin, token.end() if token else len(turn)
+
+        last = len(chat) - 1
+        try:
+            turns = {i: find_turn(i) for i in range(first, len(chat)) if chat[i]["role"] == "assistant"}
+        except (InputError, TemplateRejects):
+            turns = {last: find_turn(last)}
+            notes[REWRITTEN] = Note(chat[last]["content"], warned_from=0)
         cuts = []
         scored_end = start
-        next_begins = [begin for _, begin, _ in turns[1:]]
-        for (i, begin, end), limit in zip(turns, [*next_begins, len(dialogue)], strict=True):
-            if not is_scored(answer[i - first]):
-                continue
-            if begin > scored_end:
-                cuts += (scored_end - start, begin - start)
-            texts_end = max([begin, *(start + piece.end for piece in pieces if piece.index == i - first)])
-            token = self._end_token.search(dialogue, texts_end, limit)
-            scored_end = token.end() if token else end
+        for i, (begin, end) in turns.items():
+            if is_scored(answer[i - first]):
+                if begin > scored_end:
+                    cuts += (scored_end - start, begin - start)
+                scored_end = end
         if scored_end == start:
             raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
-        return dialogue[start:scored_end], cuts
-
-    def _find_turns(
-        self, apply: Apply, chat: Messages, first: int, dialogue: str, start: int
-    ) -> list[tuple[int, int, int]] | None:
-        """Find the assistant's turns from the message `first` on, which begins at `start` in the dialogue.
-
-        Returns for each turn the index of its message, where it begins, and where the template ends it. Returns None
-        if the template renders a turn differently once others follow.
-        """
-        turns = []
-        end = start
-        for i in range(first, len(chat)):
-            if chat[i]["role"] != "assistant":
-                continue
-            begin = start if i == first else self._find_begin(apply, chat[:i], dialogue)
-            turn = dialogue if i == len(chat) - 1 else apply(chat[: i + 1])
-            turn = remove_final_eos(turn, self.tokenizer)  # some templates write EOS after the last turn alone
-            if begin is None or begin < end or not dialogue.startswith(turn):
-                return None
-            end = len(turn)
-            turns.append((i, begin, end))
-        return turns
-
-    def _find_begin(self, apply: Apply, messages: Messages, dialogue: str) -> int | None:
-        """Return where the assistant's turn after these messages begins; None if the dialogue does not have it."""
-        try:
-            open_text = render_until_answer(apply, messages, continued=False)
-            before = self._cut_prompt(apply, messages, open_text, [dialogue])
-        except TemplateRejects:
-            return None
-        return None if before in (None, dialogue) else len(before)
+        return remove_final_eos(dialogue[start:scored_end], self.tokenizer), cuts
 
 
 def _join(prompt: Messages, answer: Messages, continued: bool) -> Messages:
@@ -456,20 +341,3 @@ def _join(prompt: Messages, answer: Messages, continued: bool) -> Messages:
     *context, begun = prompt
     first, *others = answer
     return [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
-
-
-def _check_prompt(
-    render: Apply, messages: Messages, tools: list | None, open_text: str, text: str, notes: Notes
-) -> None:
-    """Add to `notes` what the template changes in a prompt, which is rendered as `open_text` and cut to `text`.
-
-    Raises InputError if the template leaves out all that is asked.
-    """
-    if len(text) < len(open_text):
-        notes[CLOSED] = Note(open_text[len(text) :])
-    pieces = find_pieces(messages, text, tools=tools)
-    _note_changes(pieces, messages, "prompts", notes)
-    roles = [message["role"] for message in messages]
-    # the user asks; without user turns, a role that only this template knows, or else the role of the first message
-    asking = min(roles, key=lambda role: (role != "user", role in ASK_NOTHING))
-    _refuse_lost(pieces, messages, asking, "that is asked", lambda new: render(new) == open_text)

@@ -24,7 +24,7 @@ from dpo.redaction import redact
 # A marker is put before a text that follows another but is tokenized apart, so that the tokenizer adds no space before
 # it. The first marker is used whose characters do not share a token with those of the text.
 MARKERS = ("\n", "|", "x", "\ue000")
-SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
+SHOWN = 100  # characters that a message shows before and after a token in a text
 
 Parts = tuple[str, ...]  # a text in parts
 Ids = list[list[int]]  # the token ids of each part
@@ -62,6 +62,11 @@ def remove_final_eos(text: str, tokenizer: Any) -> str:
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
+def quote_around(text: str, position: int) -> str:
+    """Quote what is before and after a position in a text, for a message."""
+    return repr(redact(text[:position])[-SHOWN:] + redact(text[position:])[:SHOWN])
+
+
 def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
     """Raise InputError for a text that has EOS among its tokens."""
     eos = getattr(tokenizer, "eos_token", None)
@@ -69,10 +74,9 @@ def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
         start = text.find(eos) if eos else -1
         if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
-            around = redact(text[:start])[-SHOWN_AROUND:] + redact(text[start:])[:SHOWN_AROUND]
             raise InputError(
                 f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
-                f"remove it from {around!r}"
+                f"remove it from {quote_around(text, start)}"
             )
 
 

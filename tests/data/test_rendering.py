@@ -23,6 +23,7 @@ from support.templates import (
 from dpo.data.custom import get_custom
 from dpo.data.schema import Prompt
 from dpo.data.templates import ChatTemplate
+from dpo.redaction import shorten
 
 EOS = "<|endoftext|>"
 DEVELOPER, CUSTOMER = {"role": "developer", "content": "Be kind."}, {"role": "customer", "content": "Which?"}
@@ -80,13 +81,6 @@ def warnings_of(data) -> list[str]:
             SKY,
             "content tool of prompts; 'a'",
         ),
-        # words that are written in another way are no reason to refuse the record
-        (
-            make(BEGIN + "{{ m.content | e }}" + CLOSE),
-            [user("x<y")],
-            SKY,
-            "content user of prompts; 'x<y'",
-        ),
         (
             TRIMMED,
             ASK,
@@ -97,7 +91,7 @@ def warnings_of(data) -> list[str]:
             WITHOUT_THOUGHTS,
             ASK,
             [assistant("<think>\nSo 1.\n</think>\n\nIt is 1.")],
-            "thought assistant of responses; 'So 1.'",
+            "thought assistant of responses; 'So 1.\\n'",
         ),
         (
             PLAIN,
@@ -115,13 +109,13 @@ def warnings_of(data) -> list[str]:
             WITH_TOOLS,  # which writes the name alone
             ASK,
             [call({"at": "the sky", "far": 12.5})],
-            "call assistant of responses; 'at'",
+            "call assistant of responses; 'the sky'",
         ),
         (
-            make("{% if m.content %}" + BEGIN + "{{ m.content }}" + CLOSE + "{% endif %}", "{{ tools[0].name or '' }}"),
+            PLAIN,
             ASK,
             SKY,
-            "leaves out tools; 'look'",
+            f"leaves out tools; {shorten(str(TOOLS))}",
         ),
         (
             PLAIN.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}"),
@@ -146,6 +140,7 @@ def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt,
             (make(BEGIN + "{{ m.content }}" + template + CLOSE), ASK, [call({"at": 'the "sky"\n', "é": [1.5, None]})])
             for template in CALLS
         ),
+        (make(BEGIN + "{{ m.content | e }}" + CLOSE), [user("x<y")], SKY),
         (make(BEGIN + "{{ m.content | tojson }}" + CLOSE), [user('Say "é"\n')], SKY),
         (make(BEGIN + "{{ m.content | tojson(ensure_ascii=true) }}" + CLOSE), [user('Say "é"\n')], SKY),
         (SYSTEM_IN_QUESTION, [system("Be kind."), user("Hi"), user("Well?")], SKY),
@@ -188,18 +183,18 @@ def test_below_one_percent_what_is_left_out_is_counted_without_a_warning(chat):
 @pytest.mark.parametrize(
     ("template", "changes", "said"),
     [
-        (BY_ROLE, {"prompt": [CUSTOMER]}, "asked, such as 'Which?' of role"),
-        (BY_ROLE, {"prompt": [system("Be kind."), CUSTOMER]}, "all that is asked"),
-        (BY_ROLE.replace("user", "customer"), {"prompt": [*ASK, CUSTOMER]}, "'Which colour?' of role 'user'"),
-        (BY_ROLE, {"chosen": [CALL]}, "all of an answer, such as 'look'"),
-        (THINKING, {"chosen": [CALL]}, "all of an answer, such as 'look'"),
-        (PLAIN, {"rejected": [assistant("")]}, "all of an answer, such as ''"),
-        (PLAIN, {"rejected": [assistant(" \n")]}, "all of an answer, such as ''"),
-        (PLAIN, {"prompt": [user(" ")]}, "all that is asked, such as ''"),
+        (BY_ROLE, {"prompt": [CUSTOMER]}, "'customer' says in [{'role': 'customer', 'content': 'Which?'}]"),
+        (BY_ROLE, {"prompt": [system("Be kind."), CUSTOMER]}, "'customer' says"),
+        (BY_ROLE.replace("user", "customer"), {"prompt": [*ASK, CUSTOMER]}, "'user' says"),
+        (BY_ROLE, {"chosen": [CALL]}, "'assistant' says"),
+        (THINKING, {"chosen": [CALL]}, "'assistant' says"),
+        (PLAIN, {"rejected": [assistant("")]}, "'assistant' says"),
+        (PLAIN, {"rejected": [assistant(" \n")]}, "'assistant' says"),
+        (PLAIN, {"prompt": [user(" ")]}, "'user' says"),
     ],
 )
 def test_a_question_or_an_answer_of_which_nothing_is_left_is_a_bad_record(template, changes, said, chat):
-    with refused(re.escape(said)):
+    with refused(f"renders nothing that role {re.escape(said)}"):
         get_custom([GOOD | changes], "mine", chat(template))
 
 
@@ -226,16 +221,16 @@ def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, contr
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
     said = f"So {control} it is"
     change, where = {
-        "question": ({"prompt": [user(said)]}, "content of a message of role 'user' in the prompt"),
-        "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant' in chosen"),
-        "argument": ({"rejected": [call({said: 1})]}, "tool_calls of a message of role 'assistant' in rejected"),
-        "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, "thinking of a message of role 'assistant' in chosen"),
+        "question": ({"prompt": [user(said)]}, "content of a message of role 'user'"),
+        "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant'"),
+        "argument": ({"rejected": [call({said: 1})]}, "tool_calls of a message of role 'assistant'"),
+        "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, "thinking of a message of role 'assistant'"),
         "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, "a tool"),
-        "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user' in"),
+        "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user'"),
     }[place]
     good = {**GOOD, "tools": None}
     rows = [good | change] if place == "text" else [good, good | change]
-    message = f"record {len(rows)} of mine: {where}.* has the control token '{control}', which only .*: remove it from"
+    message = f"record {len(rows)} of mine: {where} has the control token '{control}', which only .*: remove it from"
     with refused(message.replace("|", r"\|")):
         get_custom(rows, "mine", tokenizer)
 
@@ -249,9 +244,8 @@ def test_other_added_tokens_in_messages_are_ordinary(chat):
 
 def test_a_templates_own_refusal_is_said(chat):
     refusing = make("{% if 'end' in m.content %}{{ raise_exception('no tags') }}{% endif %}")
-    for said in (EOS, "the end"):
-        with refused("the tokenizer's chat template rejects these messages: no tags"):
-            read([assistant(said)], chat(refusing + PLAIN))
+    with refused("the tokenizer's chat template rejects these messages: no tags"):
+        read([assistant("the end")], chat(refusing + PLAIN))
 
 
 # --- ends of turns -------------------------------------------------------------------------------------------------

@@ -138,11 +138,11 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
 )
 @pytest.mark.parametrize("shown", ["call.function.arguments + ''", "call.function.arguments | tojson"])
 def test_a_template_gets_arguments_as_text_or_an_object_with_their_nulls(arguments, written, shown, chat):
-    tokenizer = chat(WITH_TOOLS.replace("[{{ call.function.name }}]", "[{{ " + shown + " }}]"))
+    tokenizer = chat(WITH_TOOLS.replace("[{{ call.function.name }}]", "[{{ call.function.name + " + shown + " }}]"))
     row = {"prompt": ASK, "chosen": [call(arguments)], "rejected": SKY}
     [entry] = get_custom([row], "mine", tokenizer).values()
-    assert entry.responses[0] == f"[{written}]"
-    assert asked([*ASK, call(arguments)], tokenizer).endswith(f"[{written}]{EOS}\n<assistant>")
+    assert entry.responses[0] == f"[look{written}]"
+    assert asked([*ASK, call(arguments)], tokenizer).endswith(f"[look{written}]{EOS}\n<assistant>")
 
 
 END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
@@ -172,23 +172,19 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    "template",
     [
-        (
-            WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}"),
-            "renders the prompt differently once a response follows, so it is not known where the response starts: n",
-        ),
+        WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}"),
         # the last answer is left out
-        (
-            WITH_TOOLS.replace("for m in messages", "for m in messages if m.content != 'Blue.'"),
-            "leaves out or moves the last answer, so it is not known which text is scored",
-        ),
+        WITH_TOOLS.replace("for m in messages", "for m in messages if m.content != 'Blue.'"),
     ],
 )
-def test_a_prompt_that_is_no_prefix_is_refused(template, message, chat):
+def test_a_prompt_that_is_no_prefix_is_refused(template, chat):
     row = {**LOOKED_UP, "prompt": [system("Be kind."), *ASK]}
     row["chosen"] = [{**CALL, "content": "So."}, RESULT, *SKY]
-    with refused(message):
+    with refused(
+        "renders the prompt differently once a response follows, so it is not known where the response starts"
+    ):
         get_custom([row], "mine", chat(template))
 
 
