@@ -21,7 +21,7 @@ from dpo.errors import InputError, explaining
 from dpo.models.adapters import make_adapter_context
 from dpo.models.answers import Answer, Sampling, TokenIds, format_for_readers, generate, list_end_tokens
 from dpo.models.generation import LoadedModel
-from dpo.models.weights import model_digest
+from dpo.models.pretrained import model_digest
 from dpo.settings.places import Source
 from dpo.system.plain_files import JsonLinesStore
 

@@ -33,7 +33,7 @@ from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
 from dpo.models.loading import load_base, resolve_name
 from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
-from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
+from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure, read_archive
 from dpo.models.published import (
     Tensors,
     add_keys_for_both_versions,
@@ -45,7 +45,6 @@ from dpo.models.published import (
 )
 from dpo.models.quantization import layers_to_quantize, round_weight
 from dpo.models.scoring import FORMAT_KEY, POLICY_FORMAT
-from dpo.models.weights import read_archive
 from dpo.redaction import redact
 from dpo.settings.keys import KEYS, ResumeRule
 from dpo.settings.places import BUILT_IN, HUB_ID, Source

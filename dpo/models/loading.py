@@ -12,10 +12,19 @@ from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, base_weights, load_adapter
 from dpo.models.logprobs import install_scalar_head
 from dpo.models.paths import ModelPath, find_base, locate_weights
-from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure, take_model
+from dpo.models.pretrained import (
+    DTYPES,
+    check_positions,
+    hash_weights,
+    load_config,
+    load_model,
+    load_structure,
+    model_digest,
+    read_archive,
+    take_model,
+)
 from dpo.models.published import check_names, is_text_part
 from dpo.models.quantization import quantize
-from dpo.models.weights import hash_weights, model_digest, read_archive
 from dpo.parallel.sharding import choose_device_map, find_blocks, list_ties, untie
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan

@@ -26,9 +26,9 @@ from dpo.models.pretrained import (
     disable_dropout,
     list_limits,
     load_onto,
+    model_digest,
     refuse_missing_weights,
 )
-from dpo.models.weights import model_digest
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code

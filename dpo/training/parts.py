@@ -10,8 +10,14 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import REFERENCE, make_adapter_context, policy_part
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, model_loaders
-from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, refuse_offloading, unwrap
-from dpo.models.weights import load_archive
+from dpo.models.pretrained import (
+    DTYPES,
+    check_positions,
+    checkpoint_activations,
+    load_archive,
+    refuse_offloading,
+    unwrap,
+)
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
 from dpo.parallel.tensor_parallel_package import split_over_devices

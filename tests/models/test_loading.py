@@ -19,9 +19,8 @@ from dpo.checkpoint.files import write_state
 from dpo.models.adapters import CONFIG, POLICY, REFERENCE, WEIGHTS, adapter_weights, policy_part
 from dpo.models.loading import check_parts, find_start, load_policy, model_loaders, notes_on_base
 from dpo.models.paths import ModelPath, locate_weights
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import load_model, model_digest
 from dpo.models.published import _find_box
-from dpo.models.weights import model_digest
 from dpo.parallel.sharding import list_ties
 from dpo.settings.plan import Plan, resolve
 

@@ -19,7 +19,7 @@ from dpo.models.adapters import add_adapter, count_parameters
 from dpo.models.layouts import Padded
 from dpo.models.logprobs import sequence_logps
 from dpo.models.paths import ModelPath
-from dpo.models.weights import load_archive
+from dpo.models.pretrained import load_archive
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WITH_DROPOUT = {

@@ -10,7 +10,8 @@ from support.pytests import refused
 from support.runs import Bomb
 
 from dpo.checkpoint.files import set_link, write_checkpoint
-from dpo.models.weights import find_archive, load_archive
+from dpo.models.paths import find_archive
+from dpo.models.pretrained import load_archive
 
 FAMILIES = ("gpt-neox", "gpt2, tied", "llama")
 

@@ -10,7 +10,7 @@ from support.models import COMMON, FAMILIES, GPT, GROUPED, ROUNDING, build, list
 from support.pytests import refused, slow
 
 from dpo.checkpoint.files import write_checkpoint
-from dpo.models.weights import load_archive
+from dpo.models.pretrained import load_archive
 from dpo.parallel.sharding import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.system import host

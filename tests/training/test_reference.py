@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.pytests import refused
 
-from dpo.models.weights import model_digest
+from dpo.models.pretrained import model_digest
 from dpo.training.objective import ReferenceLogps, read_logps
 
 LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
