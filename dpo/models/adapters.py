@@ -86,8 +86,8 @@ def read_adapter(directory: Path) -> tuple[dict, Tensors]:
                 continue
             unsupported.append(f"{key}={value}")
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-    unknown_names = [name for name in weights if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
-    unsupported += sorted(unknown_names)[:3]
+    unknown = [name for name in sorted(weights) if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
+    unsupported += unknown[:3]
     if unsupported:
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
@@ -192,7 +192,8 @@ def add_adapter(
     reward model's scalar head with them, are trainable. Raises InputError if a layer cannot be adapted; the message
     begins with `source`, the key or directory that names the layers.
     """
-    targets = [targets] if isinstance(targets, str) else list(targets)
+    if isinstance(targets, str):
+        targets = [targets]
     layers = _find_targets(model, targets, source)
     generator = torch.Generator().manual_seed(seed)
     for layer_name in layers:
@@ -281,10 +282,9 @@ def adapter_weights(model: Any, name: str) -> Tensors:
 
     The adapter's own name is left out, as in `q_proj.lora_A.weight`. A scalar head belongs to the policy's adapter.
     """
-    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
     weights = {}
     for key, parameter in model.named_parameters():
-        if key.endswith(ends):
+        if ".lora_" in key and key.endswith(f".{name}.weight"):
             weights[key.replace(f".{name}.", ".")] = parameter
     head = find_scalar_head(model)
     if weights and name == POLICY and head is not None:
@@ -341,12 +341,8 @@ def seed_dropout(*numbers: int) -> None:
 
 def list_dropouts(model: Any) -> list[nn.Dropout]:
     """List the dropout modules of adapted layers; none if `lora.dropout` is 0."""
-    return [
-        module
-        for layer in _adapted_layers(model)
-        for module in layer.lora_dropout.values()
-        if isinstance(module, nn.Dropout)
-    ]
+    named = model.named_modules()
+    return [module for name, module in named if ".lora_dropout." in name and isinstance(module, nn.Dropout)]
 
 
 def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:

@@ -118,19 +118,18 @@ def export(
     dtype: str | None = None,
     merge: bool = False,
     verify: bool = True,
-    plan: Plan | None = None,
     **options: Any,
 ) -> Path:
     """Write a directory for transformers, or nothing if that fails, and return its path.
 
-    `find_model` gets `checkpoint` as its path, `plan` as the run's plan, and `options`. An adapter is exported as an
+    `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an
     adapter, unless `merge` is set. `verify` compares files with the checkpoint's checksums. Raises InputError if the
     checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or use another directory")
-    source = find_model(checkpoint, run_plan=plan, **options)
+    source = find_model(checkpoint, **options)
     if source.adapter is None and (source.archive is None or merge):
         raise InputError(f"{checkpoint} holds no policy.pt or adapter, or no adapter for --merge")
     as_adapter = source.adapter is not None and not merge
@@ -178,7 +177,7 @@ def export_last(plan: Plan, rank: int) -> None:
         try:
             is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
             out = latest.resolve() / EXPORTED
-            out = export(latest, out, trust_remote_code=is_trusted, verify=False, plan=plan)
+            out = export(latest, out, trust_remote_code=is_trusted, verify=False)
             print(describe_export(out), flush=True)
         except Exception as error:  # any failure is only a warning
             command = f"dpo export {plan.run.local_run_dir} DIR"

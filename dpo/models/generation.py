@@ -133,4 +133,4 @@ def _find_start(policy: ModelPath) -> ModelPath | None:
     if plan.reference:
         plan = plan.change("model.policy_dtype", plan.reference_dtype)
     # The digest was recorded for the policy's base in the policy's dtype.
-    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None).make_absolute()
+    return policy._replace(plan=plan, archive=archive, adapter=adapter, base_digest=None)

@@ -202,28 +202,27 @@ def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any,
 def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
     """Load a separate reference, as `load_policy` does; the digest is None if the reference will follow the policy."""
     directory = find_start(plan).adapter
-    adapters = {} if directory is None else {REFERENCE: directory}
+    adapters = {REFERENCE: directory} if directory else {}
     is_frozen = plan.follow_every is None
     model, digest = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=is_frozen)
     return model.eval().requires_grad_(False), digest
 
 
 def _load_on_all_ranks(
-    model_or_loader: Any,
+    original: Any,
     plan: Plan,
     adapters: dict[str, Path | None],
     resume_from: Path | None,
     *,
     is_reference: bool,
 ) -> tuple[Any, str | None]:
-    """Load the model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
+    """Load a model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
 
-    A model in place of a function that loads one is not loaded. The digest is None unless `is_reference`, and on all
+    `original` is a function that loads it, or a model. The digest is None unless `is_reference`, and on all
     ranks but 0. Raises InputError if the checkpoint `resume_from` has another one.
     """
-    original = model_or_loader
     if not isinstance(original, torch.nn.Module):
-        original = after_rank_0("a model's weights", model_or_loader)
+        original = after_rank_0("a model's weights", original)
     model = take_model(original)
     if model is not original and is_rank_0():
         print(f"{type(original).__name__} was removed from the model: the trainer distributes, compile=true compiles")

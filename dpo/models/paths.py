@@ -60,13 +60,6 @@ class ModelPath(NamedTuple):
         """Name the files that are read, for the user to check: the config of a stranger's run may name any files."""
         return f"weights of {self.archive or self.name}, tokenizer of {self.plan.model.tokenizer}"
 
-    def make_absolute(self) -> "ModelPath":
-        """Make the paths of archive and adapter absolute, without links such as LATEST, which will move."""
-        return self._replace(
-            archive=self.archive and self.archive.resolve(),
-            adapter=self.adapter and self.adapter.resolve(),
-        )
-
 
 def find_base(plan: Plan) -> ModelPath:
     """Return where the model of `model.name_or_path` is, without `model.archive`."""
@@ -83,30 +76,35 @@ def locate_weights(path: str | Path) -> ModelPath:
     """Find the `policy.pt` or adapter that a path names; InputError if there is none.
 
     The path is that of a `policy.pt`, of a directory with one or with an adapter, or of a run, whose latest checkpoint
-    is meant. If an adapter names its base, the base becomes `archive` if it is a file, else `name`.
+    is meant. If an adapter names its base, the base becomes `archive` if it is a file, else `name`. Directories are
+    absolute, and no links such as LATEST, which will move.
     """
-    path = Path(os.path.expanduser(path))  # Path.expanduser would raise for "~name" of an unknown user
-    folders = [path, path / "LATEST"]
+    path = _resolve(path)
+    folders = [path, _resolve(path / "LATEST")]
     if path.name == POLICY_FILE:
         folders.append(path.parent)  # with an adapter there, `policy.pt` lacks the weights of the base
     for folder in folders:
         if (folder / CONFIG).is_file():
             with explaining_adapter(folder):
                 base = read_json(folder / CONFIG).get("base_model_name_or_path") or ""
-                if base and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
-                    return ModelPath(archive=Path(base), adapter=folder)
+                if base.endswith(".pt") or Path(base).is_file():  # our runs may name a policy.pt
+                    return ModelPath(archive=_resolve(base), adapter=folder)
             return ModelPath(base, adapter=folder)
     return ModelPath(archive=find_archive(path))
 
 
 def find_archive(archive: str | Path) -> Path:
     """Find the `policy.pt` that a file, directory or run names."""
-    path = Path(os.path.expanduser(archive))
-    for candidate in (path, path / POLICY_FILE, path / "LATEST" / POLICY_FILE):
+    path = _resolve(archive)
+    for candidate in (path, path / POLICY_FILE, _resolve(path / "LATEST") / POLICY_FILE):
         if candidate.is_file():
             return candidate
     check_exists(path)
     raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
+
+
+def _resolve(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path)).resolve()  # Path.expanduser would raise for "~name" of an unknown user
 
 
 def explaining_adapter(directory: Path) -> AbstractContextManager:
@@ -122,14 +120,12 @@ def find_model(
     trust_remote_code: bool = False,
     hub: bool = False,
     template: str | Path | None = None,
-    run_plan: Plan | None = None,
 ) -> ModelPath:
     """Find the model that a path names; InputError if there is none.
 
     The path is that of a `policy.pt`, its directory, a run, an adapter or a model; with `hub` it may be a Hub id.
     `model` is the base, if neither adapter nor run names it, or if it has moved. `template` is a file with a chat
-    template, in place of the run's. `run_plan` is the plan of the run; None: it is read from the run's config. In
-    either case the argument `trust_remote_code` replaces the plan's value.
+    template, in place of the run's. `trust_remote_code` replaces the value in the run's config.
     """
     check_exists(find_local(str(path)))
     path = Path(path).expanduser()
@@ -138,21 +134,21 @@ def find_model(
         if model is not None:
             raise InputError(f"{path} is a whole model: --model names the base of a policy.pt or an adapter")
         source = ModelPath(str(path))
-        folder = path
     else:
-        source = locate_weights(path).make_absolute()
+        source = locate_weights(path)
         if model is not None and source.adapter:
             source = ModelPath(model, adapter=source.adapter)  # without the base or archive that the adapter names
-        folder = source.adapter or source.archive.parent
     run_dir = None
+    run_plan = None
     manifest = {}
     if source.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
+        folder = source.policy_file.parent
         for candidate in (folder.parent, folder):
             if (candidate / RUN_CONFIG).is_file():
                 run_dir = candidate
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
-    if run_plan is None and run_dir is not None:
+    if run_dir is not None:
         # Only these keys have an effect here, so wrong values of other keys are accepted.
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
         run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
@@ -165,8 +161,8 @@ def find_model(
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if source.adapter and model:  # the given base has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
-    if source.adapter and run_dir is None and list(folder.glob("tokenizer*")):  # an adapter with its own tokenizer
-        plan = plan.change("model.tokenizer_name_or_path", str(folder))
+    if source.adapter and run_dir is None and list(source.adapter.glob("tokenizer*")):  # its own tokenizer
+        plan = plan.change("model.tokenizer_name_or_path", str(source.adapter))
     return find_base(_choose_template(plan, template, manifest, path))._replace(
         archive=source.archive,
         adapter=source.adapter,

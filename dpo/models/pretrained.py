@@ -35,7 +35,6 @@ DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule")  # around a model; the last by torch.compile
 # Transformers stored these buffers in 2023, and computes them today.
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
-RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
 
 def unwrap(model: Any) -> Any:
@@ -218,9 +217,9 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
     expected = model.state_dict(keep_vars=True)
     named = {}
     for name, tensor in state.items():
-        if name not in expected:
-            name = RENAMED.get(str(name), str(name))
-        if name in expected or not OBSOLETE_BUFFER.search(name):
+        if name == "embed_out.weight" and name not in expected:  # GPT-NeoX's head, by its name in 2023
+            name = "lm_head.weight"
+        if name in expected or not OBSOLETE_BUFFER.search(str(name)):
             named[name] = tensor
     if find_scalar_head(model) is not None and HEAD_WEIGHT not in named:  # the weights of a language model
         named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
@@ -318,8 +317,8 @@ def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     used_attention = find_attention(model.config)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
-    if hasattr(model, "checkpoint_class"):
-        notes.append(f"only the text part of {model.checkpoint_class} is trained; exports hold its other parts as well")
+    if hasattr(model, "names_in_class"):
+        notes.append("only the text part of the checkpoint is trained; exports hold its other parts as well")
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
@@ -365,11 +364,9 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None, *, with_con
 
     Without the config, whose keys differ between versions of transformers, `check_inputs` has to compare it.
     """
-    config = {}
-    if with_config:
-        config = model.config.to_dict()
-        for key in ("_name_or_path", "transformers_version"):  # differ between copies of a model
-            config.pop(key, None)
+    config = model.config.to_dict() if with_config else {}
+    for key in ("_name_or_path", "transformers_version"):  # differ between copies of a model
+        config.pop(key, None)
     facts = json.dumps([dtype, config], sort_keys=True, default=str)
     weights = base_weights(model)
     # A scalar head that is trained with the policy's adapter is not part of the base.

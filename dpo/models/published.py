@@ -237,20 +237,18 @@ def is_text_part(config: Any) -> bool:
 
 
 def set_names_in_class(model: Any, config: Any) -> None:
-    """Set `checkpoint_class` and `names_in_class` of a text part's model.
+    """Set `names_in_class` of a text part's model, a map from names of weights to those in the checkpoint's class.
 
-    They are the name of the checkpoint's class, and a map from names of weights to those in that class. Other models do
-    not get these attributes. Raises InputError if names are ambiguous.
+    Other models do not get this attribute. Raises InputError if names are ambiguous.
     """
     if not is_text_part(config) or type(model.config) is type(config):  # the latter if the model has all parts
         return
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(config)
-    model.checkpoint_class = type(whole).__name__
     tied = model.all_tied_weights_keys.keys()
     model.names_in_class = match_names(model.state_dict(), whole.state_dict(), tied)
     if not model.names_in_class:
-        raise ambiguity(model, f"the class {model.checkpoint_class}")
+        raise ambiguity(model, f"the class {type(whole).__name__}")
 
 
 def rename_layers(model: Any, tensors: Tensors, *, to_checkpoint_class: bool) -> Tensors:
