@@ -32,7 +32,7 @@ from dpo.losses import LOSSES
 from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
 from dpo.models.loading import load_base, resolve_name
-from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, read_run_file
+from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format
 from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure, read_archive
 from dpo.models.published import (
     Tensors,
@@ -50,6 +50,7 @@ from dpo.settings.keys import KEYS, ResumeRule
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing, write_json
+from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
 SHARD_BYTES = 2 * 10**9
@@ -494,7 +495,7 @@ def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
         "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
         # A value with a slash may be a local path.
         "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
-        "commit": read_run_file(source, "env.json").get("git_commit"),
+        "commit": read_run_facts(source.run_dir).get("git_commit") if source.run_dir else None,
     }
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,11 +204,12 @@ def find_prompt_format(model: ModelPath) -> str | None:
     Returns None if it is not known, or if datasets differ.
     """
     if model.run_dir is not None:
-        train = read_run_file(model, "preflight.json").get("train")
-        recorded = train.get("prompt_formats") if isinstance(train, Mapping) else None
-        forms = set()
-        for name in model.plan.data.datasets:
-            forms.add(HH if name in BUILT_IN else str((recorded or {}).get(name)))
+        by_dataset = dict.fromkeys(BUILT_IN, HH)
+        file = model.run_dir / "preflight.json"
+        if file.exists():
+            with suppress(KeyError, TypeError):  # it is not as a run writes it
+                by_dataset = read_json(file)["train"]["prompt_formats"] | by_dataset
+        forms = {str(by_dataset.get(name)) for name in model.plan.data.datasets}
         form = forms.pop() if len(forms) == 1 else None
     else:
         card = Path(model.adapter or model.name, "README.md")
@@ -218,12 +219,3 @@ def find_prompt_format(model: ModelPath) -> str | None:
         except Exception:  # no card, or not one of ours: a card may hold anything
             return None
     return form if form in list(PROMPT_FORMS) else None  # a list, as a form from a card may not be hashable
-
-
-def read_run_file(model: ModelPath, name: str) -> Mapping:
-    """Read a JSON file of the model's run; {} if there is none. Raises InputError if it is not a mapping."""
-    file = model.run_dir and model.run_dir / name
-    record = read_json(file) if file and file.exists() else {}
-    if not isinstance(record, Mapping):
-        raise InputError(f"{file} does not hold a mapping: restore it, or remove it")
-    return record
