@@ -6,11 +6,10 @@ A run appends rows to an Arrow stream, which can be read after a kill and trunca
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.places import check_exists
@@ -134,63 +133,53 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
     Ties, and visits before the first update, say nothing about a pair, so they are left out when pairs are judged.
     """
-    margins = table["margin"].to_numpy()
-    updates = table["update"].to_numpy()
-    is_train = pc.equal(table["split"], "train").to_numpy()
+    visits = table.select(["example", "split", "update", "margin", "tie"]).to_pandas().reset_index(names="row")
+    last_update = max(1, visits["update"].max())
+    visits = visits[np.isfinite(visits["margin"])]
     # A training row has the number of its own update, and its margin is computed before the update's step. An
     # evaluation row has the number of updates before it.
-    is_before_first_update = np.where(is_train, updates == 1, updates == 0)
-    is_finite = np.isfinite(margins)
-    is_tie = pc.fill_null(table["tie"], False).to_numpy()
+    is_before_first_update = visits["update"] == np.where(visits["split"] == "train", 1, 0)
     # Before the first update, policy and reference are equal, so the largest margin there is the largest rounding
     # error. If the two models differ from the start, margins are larger, and LARGEST_ROUNDING is used.
-    rounding = min(abs(margins[is_finite & is_before_first_update]).max(initial=0.0), LARGEST_ROUNDING)
+    rounding = min(visits["margin"][is_before_first_update].abs().to_numpy().max(initial=0.0), LARGEST_ROUNDING)
 
-    # Margins grow while training, so each is compared with the margins of its period and split.
-    [rows] = (is_finite & ~is_before_first_update & ~is_tie).nonzero()  # indices of the rows to judge by, (visits,)
-    margins = margins[rows]
-    last_update = updates.max(initial=1)
-    # A period is one of at most ten equal parts of the run's updates. Its number is doubled, and 1 is added for
-    # training rows, so that each value of `periods` means one period of one split.
-    periods = np.ceil(updates[rows] * min(10, last_update) / last_update) * 2 + is_train[rows]
-    relative_margins = np.zeros_like(margins)
-    for period in np.unique(periods):
-        within = periods == period
-        scale = max(np.median(abs(margins[within])), rounding)  # rounding errors must not count as large margins
-        if scale > 0:
-            relative_margins[within] = margins[within] / scale
+    # Margins grow while training, so each is divided by the median size in its split and its period, one of at most ten
+    # equal parts of the run's updates. Rounding errors must not count as large margins.
+    visits = visits[~is_before_first_update & ~visits["tie"].eq(True)]
+    periods = np.ceil(visits["update"] * min(10, last_update) / last_update)
+    sizes = visits["margin"].abs().groupby([visits["split"], periods]).transform("median").clip(lower=rounding)
+    visits = visits.assign(relative_margin=(visits["margin"] / sizes).where(sizes > 0, 0.0))
 
-    visits = table.select(["example", "split"]).take(rows)
-    for name, values in (("margin", margins), ("relative", relative_margins), ("row", rows)):
-        visits = visits.append_column(name, pa.array(values))
-    statistics = [("margin", "count"), ("margin", "max"), ("margin", "first"), ("margin", "last")]
-    statistics += [("relative", "mean"), ("row", "first")]
-    # `pairs` has a row per pair and split, with columns such as margin_max. "first" and "last" need the rows in order,
-    # which threads would not keep.
-    pairs = visits.group_by(["example", "split"], use_threads=False).aggregate(statistics)
-    wrong = pairs.filter(pc.field("margin_max") <= -rounding)  # even the best visit ranked the rejected response higher
-    wrong = wrong.sort_by([("relative_mean", "ascending"), ("split", "descending")])  # training pairs first
-    was_seen_again = pc.field("margin_count") >= 2
-    never_flipped = wrong.filter(was_seen_again)
-    suspected_noise = wrong.filter(pc.field("relative_mean") <= -1)
+    pairs = visits.groupby(["example", "split"], as_index=False, sort=False).agg(
+        n_visits=("margin", "count"),
+        best_margin=("margin", "max"),
+        first_margin=("margin", "first"),
+        last_margin=("margin", "last"),
+        relative_margin=("relative_margin", "mean"),
+        first_row=("row", "first"),
+    )
+    wrong = pairs[pairs["best_margin"] <= -rounding]  # even the best visit ranked the rejected response higher
+    wrong = wrong.sort_values(["relative_margin", "split"], ascending=[True, False])  # training pairs first
+    never_flipped = wrong[wrong["n_visits"] >= 2]
+    suspected_noise = wrong[wrong["relative_margin"] <= -1]
     return LedgerSummary(
         rows=len(table),
         examples=len(table["example"].unique()),
         truncated=len(table.filter(table["truncated"])["example"].unique()),
-        n_seen_again=len(pairs.filter(was_seen_again)),
+        n_seen_again=(pairs["n_visits"] >= 2).sum(),
         n_never_flipped=len(never_flipped),
-        never_flipped=_list_pairs(table, never_flipped.slice(0, top)),
+        never_flipped=_list_pairs(table, never_flipped.head(top)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=_list_pairs(table, suspected_noise.slice(0, top)),
+        suspected_noise=_list_pairs(table, suspected_noise.head(top)),
     )
 
 
-def _list_pairs(table: pa.Table, pairs: pa.Table) -> list[dict]:
-    """List pairs, each with its first visit (a row of `table`) and its statistics (a row of `pairs`).
+def _list_pairs(table: pa.Table, pairs: Any) -> list[dict]:
+    """List pairs, each with its first visit (a row of `table`) and its statistics (a row of the data frame `pairs`).
 
-    The margins of visits before the first update are 0 or rounding errors, so these do not count. `relative_mean` is
+    The margins of visits before the first update are 0 or rounding errors, so these do not count. `relative_margin` is
     the mean of the pair's margins, each divided by the median of |margin| over all pairs in the same split and the same
     tenth of the run.
     """
-    first_visits = table.take(pairs["row_first"]).to_pylist()
-    return [visit | pair for visit, pair in zip(first_visits, pairs.to_pylist(), strict=True)]
+    first_visits = table.take(pairs["first_row"].to_numpy()).to_pylist()
+    return [visit | pair for visit, pair in zip(first_visits, pairs.to_dict("records"), strict=True)]

@@ -45,9 +45,9 @@ def list_pairs(pairs: list[dict], texts: dict[str, dict[str, str]]) -> Iterator[
     """Yield the lines to print about pairs; `texts` is as `find_texts` returns it, and may lack some pairs."""
     for pair in pairs:
         line = (
-            f"  {pair['example']} {pair['dataset']} ({pair['split']}), {count(pair['margin_count'], 'visit')}: margin "
-            f"{signed(pair['margin_first'])} at first, {signed(pair['margin_last'])} at last; on average "
-            f"{figure(pair['relative_mean'], 2)} times the median size of margins at that time"
+            f"  {pair['example']} {pair['dataset']} ({pair['split']}), {count(pair['n_visits'], 'visit')}: margin "
+            f"{signed(pair['first_margin'])} at first, {signed(pair['last_margin'])} at last; on average "
+            f"{figure(pair['relative_margin'], 2)} times the median size of margins at that time"
         )
         if pair["tie"] is not None:  # the policy drew the pair
             line += f"; scores: chosen {pair['score_chosen']:.3g}, rejected {pair['score_rejected']:.3g}"

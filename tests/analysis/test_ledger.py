@@ -46,7 +46,7 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
     )
     assert (summary.rows, summary.examples) == (11, 5)
     assert (summary.n_seen_again, summary.n_never_flipped) == (3, 2)
-    names = ("example", "dataset", "split", "margin_count", "margin_first", "margin_last", "relative_mean")
+    names = ("example", "dataset", "split", "n_visits", "first_margin", "last_margin", "relative_margin")
     assert [tuple(pair[name] for name in names) for pair in summary.never_flipped] == [
         ("wrong", "hh", "train", 2, -0.1, -0.3, pytest.approx((-1.0 - 1.5) / 2)),  # medians 0.1 and 0.2
         ("tie", "hh", "eval", 2, 0.0, 0.0, 0.0),
@@ -93,7 +93,7 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     summary = summarize_ledger(table_of(*early, visit("once right", 2, 0.1), *late, *doubtful), top=1)
 
     assert summary.n_suspected_noise == 2
-    assert [(p["example"], p["relative_mean"]) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
+    assert [(p["example"], p["relative_margin"]) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
     assert summary.n_never_flipped == 0  # seen once each
 
 
