@@ -151,9 +151,10 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
     A card is (prompt, responses), and a response is (role, label, text), where the role decides the color. A prompt is
     shown without control tokens if the run recorded this form (`turns`) too.
     """
-    answers = []
-    for prompt, before, now in run.compared_answers():
-        answers.append((prompt, [("policy", "Policy now", now), ("reference", "Before", before)]))
+    answers = [
+        (prompt, [("policy", "Policy now", now), ("reference", "Before", before)])
+        for prompt, before, now in run.compared_answers()
+    ]
     # Several updates may have recorded the answers that they drew; the page shows the newest one's.
     newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]

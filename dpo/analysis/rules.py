@@ -15,7 +15,6 @@ import numpy as np
 from dpo.analysis.runs import LoggedRun, number
 from dpo.analysis.verdict import (
     EVAL_ACCURACY,
-    SMALL_CHANGE,
     find_changes_per_token,
     n_effective,
     n_evaluated,
@@ -71,20 +70,16 @@ def find_collapse(run: LoggedRun) -> str:
     return f"loss/train {figure(loss_now)} now, {figure(first_loss)} at the start"
 
 
-def describe_changes(changes: dict[str, float]) -> str:
-    """Write as text the changes (by role, in nats per token) that `find_changes_per_token` returns."""
-    by_role = ", ".join(f"{role} {signed(change)}" for role, change in changes.items())
-    return f"change of held-out log-probabilities per token: {by_role}"
-
-
 def find_chosen_fall(run: LoggedRun) -> str:
     """Chosen responses lost more than half a nat per token, or more than 0.1 and more than the margin grew."""
     changes, _ = find_changes_per_token(run)
     if len(changes) < 2 or not run.objective.margin_only:  # only a loss of the margin alone lets both fall freely
         return ""
-    fall = -changes["chosen"]
-    margin_growth = changes["chosen"] - changes["rejected"]
-    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin_growth) else ""
+    chosen = changes["chosen"]
+    rejected = changes["rejected"]
+    if -chosen <= min(0.5, max(0.1, chosen - rejected)):
+        return ""
+    return f"change of held-out log-probabilities per token: chosen {signed(chosen)}, rejected {signed(rejected)}"
 
 
 def find_low_share(run: LoggedRun, name: str, *, limit: float, n: Callable[[LoggedRun], float]) -> str:
@@ -121,22 +116,15 @@ def find_better_checkpoint(run: LoggedRun) -> str:
     return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
 
 
-def find_missing_effect(run: LoggedRun) -> str:
-    """A complete run stayed below its lr, or neither held-out log-probabilities nor answers changed."""
-    if run.state != "complete":
-        return ""
+def find_unfinished_warmup(run: LoggedRun) -> str:
+    """A complete run stayed below its lr."""
     peak = number(run.setting("lr"))
     largest = np.max(run.train.points("lr")[1], initial=0)
     # `lr_scaling` multiplies by a factor that is not recorded; earlier versions did not have it.
-    if 0 < largest < 0.999 * peak and run.setting("lr_scaling") in (None, "none"):
-        # This happens in a run that ends within its warmup.
-        return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
-    changes, _ = find_changes_per_token(run)
-    if max(map(abs, changes.values()), default=math.inf) >= SMALL_CHANGE:  # unmeasured changes may be large
+    is_scaled = run.setting("lr_scaling") not in (None, "none")
+    if run.state != "complete" or is_scaled or not 0 < largest < 0.999 * peak:
         return ""
-    if any(before != now for _, before, now in run.compared_answers()):
-        return ""
-    return describe_changes(changes)
+    return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
 
 
 def find_clipping(run: LoggedRun) -> str:
@@ -251,8 +239,8 @@ RULES = (  # in the order of the page
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",
          FIXED),
-    Rule("The learning rate had little effect", find_missing_effect,
-         "Raise lr, shorten warmup_steps, or train for more updates."),
+    Rule("The run ended within its warm-up", find_unfinished_warmup,
+         "Shorten warmup_steps, or train for more updates."),
     Rule("Samples are empty or repeat themselves", find_broken_samples,
          "Train with a smaller lr, fewer epochs or a larger loss.beta; if the first samples were so too, look at the "
          "prompts."),

@@ -90,10 +90,7 @@ class LoggedRun:
     @property
     def objective(self) -> Loss:
         """The loss that the run minimizes; UNKNOWN_LOSS if its config names none."""
-        config = self.setting("loss")
-        if isinstance(config, dict) and config.get("name") in LOSSES:
-            return find_loss(config)
-        return UNKNOWN_LOSS
+        return find_loss(self.setting("loss")) if self.setting("loss.name") in LOSSES else UNKNOWN_LOSS
 
     @property
     def updates(self) -> int:

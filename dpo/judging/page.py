@@ -38,8 +38,14 @@ def write_result(
     The page shows `facts`, and the pairs with the first model's losses on top, as these say most. The JSON file has
     `facts` and `numbers`.
     """
-    words = {1.0: "wins", 0.5: "ties", 0.0: "loses", None: "no verdict"}
-    words |= {0.75: "wins in one order, ties in the other", 0.25: "loses in one order, ties in the other"}
+    words = {
+        1.0: "wins",
+        0.75: "wins in one order, ties in the other",
+        0.5: "ties",
+        0.25: "loses in one order, ties in the other",
+        0.0: "loses",
+        None: "no verdict",
+    }
     cards = []  # (outcome, pair, verdict)
     lines = ""
     for pair, verdict in zip(pairs, verdicts, strict=True):

@@ -163,7 +163,7 @@ def test_several_runs_are_a_table_their_settings_that_differ_and_curves_with_one
 def test_a_run_that_has_just_begun_has_a_page(run_dir, n_lines):
     run = write_run(run_dir, lines()[:n_lines], updates=40)
     texts = [page_of(run).texts["main"]]
-    assert "Nothing looks wrong" in texts[0]
+    assert "No rule found a fault" in texts[0]
     for name in ("env.json", "config.yaml", "preflight.json", "samples.jsonl"):
         (run / name).unlink()
         texts.append(page_of(run).texts["main"])
