@@ -104,10 +104,8 @@ def fill_template(file: Path, context: dict) -> bytes:
 def _describe_run(run: LoggedRun) -> dict[str, Any]:
     """Return the template's variables for what only the page of a single run has."""
     about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
-    # All commands but the first need a checkpoint, and all but the first two a model that gives answers.
+    # Scalar heads give rewards, but no answers.
     commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
-    if not (run.path / "LATEST").exists():
-        commands = NEXT_COMMANDS[:1]
     return {
         "about": " \N{MIDDLE DOT} ".join(about),
         "verdict": describe_result(run),

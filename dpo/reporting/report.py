@@ -25,11 +25,9 @@ class ReportWriter(Callback):
                 timeout=LONGEST_SECS,
                 check=True,
             )
-        except OSError as error:  # the process could not start
-            why = one_sentence(error)
-        except subprocess.SubprocessError as error:
-            why = (error.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2] or "it took too long"
+        except (OSError, subprocess.SubprocessError) as error:
+            output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+            why = output.strip().rpartition("\n")[2] or one_sentence(error)
+            self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))
         else:
             self.log(f"report: {self.run_dir / REPORT}")
-            return
-        self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))
