@@ -105,15 +105,19 @@ def find_overfitting(run: LoggedRun) -> str:
 
 
 def find_better_checkpoint(run: LoggedRun) -> str:
-    """The metric that ranks checkpoints was better at the checkpoint BEST than at the last evaluation."""
+    """The metric that ranks checkpoints was better at an earlier evaluation after the first update than at the last."""
     metric, sign = run.objective.best  # sign: +1 if higher is better, else -1
     if run.eval.has(HELD_OUT_SCORE):
         metric, sign = HELD_OUT_SCORE, +1
     examples, values = run.eval.points(metric)
-    at_best = values[examples == run.best_at]  # several values if a resumed run evaluated there again
-    if not len(at_best) or sign * (at_best[-1] - values[-1]) <= 0:
+    values = values[examples > 0]
+    examples = examples[examples > 0]
+    if not len(values):
         return ""
-    return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
+    best = (sign * values).argmax()
+    if values[best] == values[-1]:
+        return ""
+    return f"{metric} {figure(values[best])} at {count(examples[best], 'example')}, {figure(values[-1])} at last"
 
 
 def find_unfinished_warmup(run: LoggedRun) -> str:

@@ -74,7 +74,6 @@ class LoggedRun:
     drawn: Sequence[dict] = ()  # prompts, each with the scored answers that the last update before an evaluation drew
     answers: Sequence[dict] = ()  # the policy's most probable answers, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
-    best_at: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # how often each text was printed
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or "complete", "still training" or "aborted" (on NaN)
@@ -164,9 +163,6 @@ def read_run(path: Path) -> LoggedRun:
     for entry in run.path.iterdir():
         if match := re.fullmatch(r"nonfinite-(\d+)", entry.name):
             run.last_nonfinite = max(run.last_nonfinite, int(match[1]))
-    match = re.fullmatch(r"step-(\d+)", (run.path / "BEST").resolve().name)
-    if match and (run.path / match[0]).exists():  # the link may be missing, or its checkpoint may have been deleted
-        run.best_at = int(match[1])
     # A name that is not in UTF-8 has lone surrogates, which no page can hold.
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from dpo.analysis.page import fill_template
+from dpo.data.schema import write_lines
 from dpo.judging.answers import Pair
 from dpo.judging.judges import Verdict, is_shown_swapped
 from dpo.system.plain_files import check_own, write_file
@@ -47,16 +48,16 @@ def write_result(
         None: "no verdict",
     }
     cards = []  # (outcome, pair, verdict)
-    lines = ""
+    lines = []
     for pair, verdict in zip(pairs, verdicts, strict=True):
         cards.append((words[verdict.score], pair, verdict))
-        lines += json.dumps({"pair": pair.id, "prompt": pair.question, **verdict._asdict()}) + "\n"
+        lines.append({"pair": pair.id, "prompt": pair.question, **verdict._asdict()})
     # Cards are sorted by score; those without a verdict come last.
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
     page = folder / f"evaluation-{kind}.html"  # so that one judge does not replace the result of another
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
     write_file(page, fill_template(PAGE_FOLDER / "result.html.jinja", context))
-    write_file(folder / f"judged-{kind}.jsonl", lines.encode())
+    write_lines(folder / f"judged-{kind}.jsonl", lines)
     write_file(page.with_suffix(".json"), json.dumps({**facts, **numbers}, indent=2).encode())
     return page
 
@@ -74,5 +75,5 @@ def write_form(file: Path, pairs: list[Pair], drawn: dict) -> None:
         if is_shown_swapped(pair):
             left, right = right, left
         rows.append({"pair": pair.id, "prompt": pair.question, "left": left, "right": right})
-    write_file(file.with_name("pairs.jsonl"), "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    write_lines(file.with_name("pairs.jsonl"), rows)
     write_file(file, fill_template(PAGE_FOLDER / "form.html.jinja", {"pairs": rows, "drawn": drawn}))

@@ -98,7 +98,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
      "20 tokens, score 0.055 at first"),
     ("Most prompts give a tie", changed(HEALTHY_ONLINE, **drawn(ties=0.8)), "online/ties 0.8"),
     ("An earlier checkpoint",
-     changed(HEALTHY, best_at=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
+     changed(HEALTHY, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200"),
     ("Nearly all gradients", changed(HEALTHY, **train(grad_norm=lambda k: 99.0 if k > 5 else 1.0)),
      "grad_norm above 10 in 95 %"),
