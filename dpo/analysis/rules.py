@@ -176,17 +176,6 @@ def find_length_change(run: LoggedRun) -> str:
     return f"{figure(n_sample.mean())} words on average, of the reference or at first {figure(n_baseline.mean())}"
 
 
-def find_faulty_examples(run: LoggedRun) -> str:
-    """At least a hundredth of the training examples have one of the faults that are counted below."""
-    n_examples = run.counted("train.examples")
-    counts = []
-    for name in ("contradictory_pairs", "contradictory_labels", "empty_responses"):
-        n = run.counted(f"train.{name}")
-        if n >= 0.01 * n_examples > 0:  # false for NaN, if a count was not recorded
-            counts.append(f"{name} {n:,.0f} ({percent(n / n_examples)})")
-    return ", ".join(counts)
-
-
 def find_length_bias(run: LoggedRun) -> str:
     """The chosen response is the longer one in at least four fifths of the training pairs, or in at most one fifth."""
     share = run.counted("train.chosen_longer")  # NaN if not recorded, for which the comparison is false
@@ -265,8 +254,6 @@ RULES = (  # in the order of the page
          "If this is not meant, raise max_grad_norm.", level=NOTE),
     Rule("Length predicts the preference in the data", find_length_bias,
          "Such pairs can be ranked by length alone: compare the lengths of samples.", RANKED, NOTE),
-    Rule("Some examples contradict each other or are faulty", find_faulty_examples,
-         "data_problems.jsonl lists them: correct or remove them.", level=NOTE),
     Rule("One label has most of the weight", find_uneven_labels,
          "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.",
          level=NOTE),

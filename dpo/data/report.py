@@ -28,6 +28,8 @@ CJK = "\u3040-\u30ff\u3400-\u9fff"  # characters of Chinese or Japanese, which h
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")  # a symbol, such as + or an emoji, is a word by itself
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
+    "contradictory_pairs": "the pair reverses another pair of its prompt: remove one of them",
+    "contradictory_labels": "the response also has the other label: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
     "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove the "

@@ -33,7 +33,6 @@ from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf3
 from dpo.system.host import list_own_gpus
 from dpo.system.run_directory import add_run_facts
 from dpo.system.users_code import hash_files
-from dpo.system.waiting import is_rank_0
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE_PREFIX, Objective, make_scores
 from dpo.training.optimization import count_states

@@ -113,7 +113,8 @@ def test_labels_are_counted(tokenizer):
     labelled = Prompt("a", [" b", " c d"], examples, weights=[2.0, 1.0, 1.0, 4.0])
     report = inspect(tokenizer, labelled, trains_on="labels")
     assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
-    [said] = report.describe("train")
+    said, warned = report.describe("train")
+    assert warned.endswith("has the other label: remove one of them")
     assert said.startswith("train: prompts 1, examples 4, desirable 2, undesirable 2, effective examples 2.91, contra")
 
 
