@@ -117,19 +117,16 @@ def recognize(
     # advice in errors does not map chosen and rejected to columns if the verdict of each row does
     to_name = [field for field in form if not sides or field not in WHOLE_PAIR_FIELDS]
     if not is_clear:
-        if isinstance(rows[0], TableRow) and not any(candidates.values()):
-            _refuse_table_without_names(present, origin)
-        forms = " or ".join(f"({', '.join(each)})" for each in FORMS[trains_on])
-        other_way = ""
-        if verdict and "rejected" in form and not sides:
-            other_way = (
-                f"; or, if {verdict} says which response is better, call the responses response_a and response_b, and "
-                f"write a or b in {verdict}"
+        looks_like_data = any(len(column.split()) > 3 or column.endswith((".", "?", "!")) for column in present)
+        if isinstance(rows[0], TableRow) and not any(candidates.values()) and looks_like_data:
+            raise InputError(
+                f"the first line of {origin} names columns, and {shorten(present[0])} looks like data: write a line "
+                f"such as prompt,chosen,rejected above it"
             )
+        forms = " or ".join(f"({', '.join(each)})" for each in FORMS[trains_on])
         raise InputError(
             f"training on {trains_on} needs the columns {forms}, and it is not clear which of {', '.join(present)} in "
             f"{origin} are these: name them, as in {_write_override(key, to_name, candidates)} (docs/formats.md)"
-            f"{other_way}"
         )
     if "rejected" not in form or not sides:
         verdict, sides = "", {}
@@ -140,7 +137,10 @@ def recognize(
         fields.append("weight")
     if with_margins and "responses" not in form:  # one margin does not fit all pairs of a list
         fields.append("margin")
-    if SYSTEM in configured or _has_words(objects, candidates[SYSTEM]):
+    # A column `system` with single words only does not hold system turns, but names, such as a model's.
+    systems = [str(row.get(column, "")) for column in candidates[SYSTEM] for row in objects]
+    has_words = len(candidates[SYSTEM]) == 1 and not all(map(WORD.fullmatch, systems))
+    if SYSTEM in configured or has_words:
         fields.append(SYSTEM)
     used = {field: candidates[field][0] for field in fields if candidates[field]}
     unused = [column for column in present if column not in (verdict, *sides.values(), *used.values())]
@@ -166,20 +166,11 @@ def _choose_form(
     field of the config are left out, unless all lack one. Also returns whether each field has exactly one candidate.
     """
     fitting = [form for form in forms if configured.keys() <= {*form, *OPTIONAL_FIELDS}]
-    complete = [form for form in fitting if all(candidates[field] for field in form)]
-    if not complete:
-        n_fields = {form: sum(bool(candidates[field]) for field in form) for form in fitting or forms}
-        return max(n_fields, key=lambda form: (n_fields[form], form not in FORMS["pairs"])), False
-    return complete[0], all(len(candidates[field]) == 1 for field in complete[0])
-
-
-def _refuse_table_without_names(present: Sequence[str], origin: str) -> None:
-    """Raise InputError if the first line of a table, which should name its columns, has sentences."""
-    if any(len(column.split()) > 3 or column.endswith((".", "?", "!")) for column in present):
-        raise InputError(
-            f"the first line of {origin} names columns, and {shorten(present[0])} looks like data: write a line "
-            f"such as prompt,chosen,rejected above it"
-        )
+    for form in fitting:
+        if all(candidates[field] for field in form):
+            return form, all(len(candidates[field]) == 1 for field in form)
+    n_fields = {form: sum(bool(candidates[field]) for field in form) for form in fitting or forms}
+    return max(n_fields, key=lambda form: (n_fields[form], form not in FORMS["pairs"])), False
 
 
 def _find_candidates(present: Sequence[str], configured: Mapping[str, str | None]) -> dict[str, list[str]]:
@@ -224,14 +215,6 @@ def _begin_with_prompt(
                 if value is not None and not is_prompt and ASSISTANT not in str(value):
                     return False
     return True
-
-
-def _has_words(rows: Sequence[Mapping], columns: Sequence[str]) -> bool:
-    """Whether there is exactly one column, and some value in it is not a single word.
-
-    A column `system` with single words only does not hold system turns, but names, such as a model's.
-    """
-    return len(columns) == 1 and any(not WORD.fullmatch(str(row.get(columns[0], ""))) for row in rows)
 
 
 def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str, dict[str, str]]:

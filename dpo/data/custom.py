@@ -123,19 +123,19 @@ def get_custom(
     split = Split()
     notes: Notes = {}
     n_read = 0
-    for chunk in map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker):
-        for prompt in chunk.prompts:
+    chunks = map_chunks(reader.read, enumerate(rows, start=1), len(rows), "reading records", rows_per_worker)
+    for prompts, bad_records, new_notes in chunks:
+        for prompt in prompts:
             # a prompt's last pair or list gives its target, as in HH; every completion is a target
             split.add(prompt, replaces=data_options.trains_on == "targets" and (has_pairs or "responses" in used))
-        n_read += len(chunk.prompts)
-        split.bad_records += chunk.bad
-        add_notes(notes, chunk.notes)
+        n_read += len(prompts)
+        split.bad_records += bad_records
+        add_notes(notes, new_notes)
     bad = split.bad_records
     if bad and (data_options.bad_records == "refuse" or not split):
         raise InputError(f"{list_bad(name, bad)}\nbad_records=skip leaves them out, and lists them all in {PROBLEMS}")
-    n_ties = len(rows) - n_read - len(bad)
-    sentences = [recognized.describe(n_ties)]
-    if data_options.trains_on == "targets" and "rejected" in used:
+    sentences = [recognized.describe(n_ties=len(rows) - n_read - len(bad))]
+    if data_options.trains_on == "targets" and has_pairs:
         sentences.append(
             f"loss=sft learns {used['chosen']} and does not use {used['rejected']}; loss=dpo trains on such pairs"
         )
@@ -151,14 +151,6 @@ def get_custom(
     if bad:
         split.notes.append(WarningLine(f"left out: {list_bad(name, bad)}"))
     return split
-
-
-class Chunk(NamedTuple):
-    """What `Reader.read` makes of a chunk of rows."""
-
-    prompts: list[Prompt]
-    bad: list[tuple[int, str]]  # numbers and reasons of bad rows
-    notes: Notes
 
 
 def make_reader(rows: Sequence[Row], undecided: "Reader") -> "Reader":
@@ -198,8 +190,11 @@ class Reader:
     is_rendered: bool = False  # a chat template renders all prompts
     is_apart: bool = False  # prompt and response are tokenized apart, as the reference code does
 
-    def read(self, chunk: Sequence[tuple[int, Row]]) -> Chunk:
-        """Read rows with their numbers, and render their prompts if `is_rendered`; a bad row raises no error."""
+    def read(self, chunk: Sequence[tuple[int, Row]]) -> tuple[list[Prompt], list[tuple[int, str]], Notes]:
+        """Read rows with their numbers, and render their prompts if `is_rendered`; a bad row raises no error.
+
+        Returns the prompts, the numbers and reasons of bad rows, and the notes on the others.
+        """
         prompts, bad, notes = [], [], {}
         template = ChatTemplate(self.tokenizer)
         for number, row in chunk:
@@ -222,7 +217,7 @@ class Reader:
                 # an error that stands for a row names the place in its own message
                 place = "" if error is row else f"{name} of {self.origin}: "
                 bad.append((number, redact(f"{place}{error}")))
-        return Chunk(prompts, bad, notes)
+        return prompts, bad, notes
 
     def read_row(self, row: Row, notes: Notes) -> Prompt | None:
         """Read a row as a prompt with its responses and examples; None for a tie.
@@ -437,60 +432,46 @@ def _note_repeated_prompt(text: str, notes: Notes) -> None:
 
 
 def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
-    """Remove messages of the prompt that responses repeat; return the whole prompt, and the rest of each response.
+    """Remove what responses repeat of the prompt; return the whole prompt, and the rest of each response.
 
-    Messages that a response has before the repeated ones, such as a system turn, become the beginning of the prompt.
-    Messages that all responses share before the first one of the assistant become its end.
+    A response may repeat the prompt's turns after its system turn, or begin with the last of them. Messages that a
+    response has before these, such as a system turn, become the beginning of the prompt. Messages that all responses
+    share before the first one of the assistant become its end.
     """
-    before = []
-    turns = list(prompt)
+    n_system = 0
+    while n_system < len(prompt) - 1 and prompt[n_system]["role"] in SYSTEM_ROLES:
+        n_system += 1
+    before = prompt[:n_system]
+    turns = prompt[n_system:]
+    begun = turns[-1]["content"] if is_prefilled(turns) else ""  # the beginning of an answer
+    asked = _list_comparable(turns[:-1] if begun else turns)
+    n = len(asked)
     remaining = []
-    while len(turns) > 1 and turns[0]["role"] in SYSTEM_ROLES:
-        before.append(turns.pop(0))
-    prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
     for response in responses:
-        earlier, rest = _split_around(turns, response)
-        if prefill and rest is response and response[0]["content"].startswith(prefill):
-            _note_repeated_prompt(response[0]["content"], notes)
-        before = before or earlier
-        if earlier and _list_comparable(earlier) != _list_comparable(before):
-            raise InputError(
-                f"before the prompt's messages a response has {shorten(earlier)}: write it into the prompt"
-            )
+        own = _list_comparable(response)
+        # the ends of what may be repeated: all that is asked, anywhere, or else its last messages, at the start
+        ends = [end for end in range(len(own) + 1) if own[max(0, end - n) : end] == asked[max(0, n - end) :]]
+        end = min((end for end in ends if end >= n), default=ends[-1])
+        start = max(0, end - n)
+        if start and own[0][0] == "assistant":  # it begins with an answer, so a later question is its own
+            start = end = 0
+        rest = response[end:]
+        if begun and rest and rest[0]["content"].startswith(begun):
+            if end:
+                first = {**rest[0], "content": rest[0]["content"].removeprefix(begun)}
+                rest = [first, *rest[1:]] if first["content"] else rest[1:]
+            else:
+                _note_repeated_prompt(rest[0]["content"], notes)
         remaining.append(rest)
+        before = before or response[:start]
+        if start and own[:start] != _list_comparable(before):
+            raise InputError(
+                f"before the prompt's messages a response has {shorten(response[:start])}: write it into the prompt"
+            )
     if remaining != responses:
         notes["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
     shared, *remaining = _split_shared_messages(remaining, until="assistant")
     return [*before, *turns, *shared], remaining
-
-
-def _split_around(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
-    """Find the prompt's turns, or the last of them, in a response; return the messages before and after them.
-
-    Returns `([], response)` if they are not found. If the prompt ends in the beginning of an answer, the message after
-    the turns must begin with it, and loses it.
-    """
-    prefill = turns[-1]["content"] if is_prefilled(turns) else ""
-    sought = _list_comparable(turns)
-    present = _list_comparable(response)
-    if prefill:
-        sought.pop()
-    n = len(sought)
-    # all n turns anywhere in the response, or else as many of the last ones as possible, at its start
-    for end in (*range(n, len(present) + 1), *range(n - 1, 0, -1)):
-        start = max(0, end - n)
-        # a response that begins with an answer does not repeat the prompt, whatever follows; if start == end, n is 0
-        if start == end or present[start:end] != sought[start - end :] or (start and present[0][0] == "assistant"):
-            continue
-        rest = response[end:]
-        if not prefill:
-            return response[:start], rest
-        if rest and rest[0]["content"].startswith(prefill):
-            rest[0] = {**rest[0], "content": rest[0]["content"].removeprefix(prefill)}
-            if not rest[0]["content"]:
-                rest.pop(0)
-            return response[:start], rest
-    return [], response
 
 
 def _list_comparable(messages: Messages) -> list[tuple[str, str, list]]:

@@ -98,7 +98,7 @@ NAMED = {"answer_a": "It is.", "answer_b": "It was.", "winner": "model_a"}
             f"are these: name them, as in '{KEY}={UNCLEAR}'",
         ),
         # a column that may say which response is better is no response, nor is each first response the better one
-        ("question text_x text_y winner", "pairs", {}, "or, if winner says which response is better, call"),
+        ("question text_x text_y winner", "pairs", {}, UNCLEAR),
         ("question one two loser", "pairs", {}, UNCLEAR),
         ("question my_answer_a my_answer_b winner", "pairs", {}, UNCLEAR),
         ("question query answer_a answer_b winner", "pairs", {}, f"as in '{KEY}={{prompt: question}}' (docs"),
