@@ -92,8 +92,8 @@ class Prompt(NamedTuple):
 class Split(dict[str, Prompt]):
     """The prompts of a dataset's split by their text, and what was noticed when they were read."""
 
-    def __init__(self, prompts: Iterable[tuple[str, Prompt]] = ()):
-        super().__init__(prompts)
+    def __init__(self):
+        super().__init__()
         self.notes: list[str] = []  # to be printed
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
 
