@@ -22,6 +22,7 @@ from dpo.data.schema import (
     TableRow,
     common_prefix,
     get_field,
+    list_bad,
     read_messages,
     read_tools,
 )
@@ -148,7 +149,7 @@ def get_custom(
     split.notes += (f"{origin}: {sentence}" for sentence in sentences)
     split.notes += describe_notes(notes, origin, n_read)
     if bad:
-        split.notes.append(WarningLine(f"left out: {BadRecordsError(name, bad)}"))
+        split.notes.append(WarningLine(f"left out: {list_bad(name, bad)}"))
     return split
 
 
