@@ -61,7 +61,7 @@ class Trainer(TrainerParts):
     def train(self) -> None:
         """Train to the end of the data; after a stop signal, save and raise Stopped."""
         n_done = self.batch_counter
-        for note in list_notes(self.plan, self.data, self.evaluator, is_first=n_done == 0):
+        for note in list_notes(self.evaluator, is_first=n_done == 0):
             self.progress.line(note)
         self.callbacks.emit("start")
         self.check_and_score_reference()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import transformers
 
 from dpo.data.examples import Example
-from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.models.adapters import list_dropouts, trained_parameters
 from dpo.models.attention import find_attention
@@ -97,7 +96,6 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     attention = {"policy": find_attention(objective.policy.config)}
     if objective.reference:
         attention["reference"] = find_attention(objective.reference.model.config)
-    layout_note = objective.layout_note
     if objective.mesh.rank == 0:
         add_run_facts(
             Path(plan.run.local_run_dir),
@@ -105,20 +103,23 @@ def record_setup(plan: Plan, objective: Objective) -> str:
             mesh=axes,
             devices=devices,
             layout=layout,
-            layout_note=layout_note,
+            layout_note=objective.layout_note,
             attention=attention,
         )
     on = " and ".join(f"{n} x {name}" for name, n in n_devices.items())
     by_role = ", ".join(f"{role} {name}" for role, name in attention.items())
-    return f"{plan.trainer.name}: {processes} on {on}; {layout_note or f'layout={layout}'}; attention: {by_role}"
+    return (
+        f"{plan.trainer.name}: {processes} on {on}; {objective.layout_note or f'layout={layout}'}; attention: {by_role}"
+    )
 
 
-def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first: bool) -> list[str]:
+def list_notes(evaluator: Evaluator, *, is_first: bool) -> list[str]:
     """Return notes on processes and devices, the model, the samples, and the disk that the run needs.
 
     Every process must call it; rank 0 raises InputError if the disk has no room for the run. With `is_first`, before
     the first update, a note names the tasks that come before it.
     """
+    plan = evaluator.plan
     objective = evaluator.objective
     notes = [record_setup(plan, objective)]
     n_passes = plan.n_microbatches * plan.dims.data_size
@@ -132,17 +133,18 @@ def list_notes(plan: Plan, data: TrainingData, evaluator: Evaluator, *, is_first
         notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
     notes += notes_on_base(plan)
     if objective.mesh.rank == 0 and not plan.run.debug:  # rank 0's machine has the run's directory
-        notes.append(_check_disk(plan, data, evaluator))
+        notes.append(_check_disk(evaluator))
     if is_first:
         notes.append(list_first_tasks(plan))
     return notes
 
 
-def _check_disk(plan: Plan, data: TrainingData, evaluator: Evaluator) -> str:
+def _check_disk(evaluator: Evaluator) -> str:
     """Return a line on the disk space that the run's files need; raise InputError if less is free."""
+    plan = evaluator.plan
     interval = evaluator.interval
     # This many checkpoints will be on the disk at the same time.
-    n_kept = math.ceil(data.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+    n_kept = math.ceil(evaluator.data.updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
     if interval.keep:
         n_kept = min(n_kept, interval.keep + 1)  # and BEST
     weights = sum(parameter.nbytes for parameter in trained_parameters(evaluator.objective.policy))
@@ -219,14 +221,14 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     output = loss(make_scores(columns))
     first_loss = output.losses.mean().item()
     largest_reward = _find_largest(output.rewards)
-    beta = loss.options.get("beta", 1.0)
     if not math.isfinite(first_loss):
         raise InputError(
             f"self-test: the first {loss.name} loss is {first_loss}: choose a loss.beta closer to 0.1, or smaller "
             "margins"
         )
     # Rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude.
-    if plan.compute_dtype == plan.reference_dtype and largest_reward > TOLERANCE * beta * magnitude:
+    tolerance = TOLERANCE * loss.options.get("beta", 1.0) * magnitude
+    if plan.compute_dtype == plan.reference_dtype and largest_reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
             "the same weights: load both from model.archive, or set self_test=false"
