@@ -66,8 +66,7 @@ class Trainer(TrainerParts):
         self.callbacks.emit("start")
         self.check_and_score_reference()
         with self._finishing():
-            total = self.data.updates
-            for item in self.progress.track_updates(self.train_iterator, total=total, done=n_done):
+            for item in self.progress.track_updates(self.train_iterator, total=self.data.updates, done=n_done):
                 metrics = self.evaluate_if_due()
                 self.save_if_due(metrics)
                 self.sample_if_due()
@@ -176,8 +175,8 @@ class Trainer(TrainerParts):
             # All training batches are scored, also those before the checkpoint of a resumed run, so that the cache's
             # file has all.
             batches = itertools.chain(self.evaluator.batches, self.batches.train())
-            n_batches = len(self.evaluator.batches) + self.data.updates
-            batches = self.progress.track(batches, total=n_batches, what="score")
+            total = len(self.evaluator.batches) + self.data.updates
+            batches = self.progress.track(batches, total=total, what="score")
             self.progress.line(self.objective.cache_reference(batches, folder=self.plan.run.local_dir))
 
     @contextmanager

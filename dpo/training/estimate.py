@@ -6,6 +6,7 @@ no values. Its process group is fake too: this process is rank 0, and the other 
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches
 from dpo.training.memory import Bytes, count_all, decide_frozen_weights, find_peak, read_batches
-from dpo.training.objective import MicrobatchMetrics, Objective, Reduced, Reference
+from dpo.training.objective import Objective, Reference
 from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import make_reference_logps, place
 
@@ -110,7 +111,7 @@ class Estimator:
     def estimate_work(self, plan: Plan, frozen: str | None) -> Work:
         """Estimate what a process does in an update on the batch with the median number of tokens."""
         n_tokens = [sum(example.n_tokens for example in examples) for examples in self.batches]
-        median_index = n_tokens.index(sorted(n_tokens)[len(n_tokens) // 2])
+        median_index = n_tokens.index(median_high(n_tokens))
         with fake_processes(plan.dims) as mesh:
             simulated = [simulate(plan, self.data, median_index, mesh, frozen, n) for n in self.block_counts]
         return Work(*map(self.extrapolate, zip(*simulated, strict=True)))
@@ -159,7 +160,7 @@ def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, froze
     elif plan.reference:
         reference.model = policy
         reference.in_use = make_adapter_context(policy, REFERENCE if plan.reference == "adapter" else None)
-    objective = FakeObjective(policy, reference, layout, mesh, plan.loss, autocast=DTYPES.get(plan.model.autocast))
+    objective = Objective(policy, reference, layout, mesh, plan.loss, autocast=DTYPES.get(plan.model.autocast))
     optimizer = make_optimizer(plan.training, policy)
     batch = next(Batches(plan, data, layout).train(skip=batch_index))
     counter = CollectiveCounter(mesh)
@@ -176,25 +177,12 @@ def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, froze
         with fake:
             metrics = objective.accumulate(batch, context, reduce_once=plan.fsdp.fsdp_reduce_once, show=lambda *_: None)
             norm = clip_gradient(policy.parameters(), plan.training.max_grad_norm)
-            # There are two scalars, as in `train_step`.
-            objective.reduce(metrics, len(batch.examples), (), grad_norm=norm, n_ranks_to_stop=norm)
             step_optimizer(optimizer)
+        # There are two scalars, as in `train_step`.
+        objective.reduce(metrics, len(batch.examples), (), grad_norm=norm, n_ranks_to_stop=norm)
     trained = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
     totals = Counter(flops=flop_counter.get_total_flops(), trained_bytes=trained)
     return Work(counter.calls, counter.n_bytes, totals)
-
-
-class FakeObjective(Objective):
-    """An objective on fake tensors: as its metrics have no values, the reduced metrics are 0, and nothing is cached."""
-
-    def reduce(
-        self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
-    ) -> Reduced:
-        """Call the collective of `Objective.reduce` with a tensor of the same size."""
-        columns = metrics[0][1]
-        values = next(iter(columns.values()))
-        self.mesh.add(torch.zeros(n_examples * len(columns) + len(scalars), dtype=values.dtype))
-        return Reduced({name: torch.zeros(n_examples) for name in columns})
 
 
 class Seconds(NamedTuple):

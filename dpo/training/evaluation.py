@@ -130,10 +130,9 @@ class Evaluator:
         """
         by_prompt = {example.prompt: example for example in chain(*self.prompts)}  # several examples may share one
         examples = list(by_prompt.values())[:N_VERDICT_PROMPTS]
-        batches = group(examples, self.plan.data.eval_batch_size)
         n_tokens = min(N_VERDICT_TOKENS, self.sampling.max_new_tokens)
         greedy = self.sampling._replace(temperature=0, max_new_tokens=n_tokens)
-        answers = self._answer(self.objective.policy, batches, greedy)
+        answers = self._answer(self.objective.policy, group(examples, self.plan.data.eval_batch_size), greedy)
         return {
             mark_truncation(example, self.data.test[example.id[0]], self.data.tokenizer): answer.text
             for example, answer in zip(examples, answers, strict=True)

@@ -219,14 +219,15 @@ class OnlineBatches(Batches):
         # The keys of `examples`, `to_answer` and `drawn` are indices of prompts in the batch.
         examples = self._choose_offline(prompts, update)
         to_answer = {}
+        repeated = []  # indices of prompts, once for each answer
         numbers = []
         for i, prompt in enumerate(prompts):
             if i not in examples:
                 to_answer[i] = make_prompt_example(prompt, self.data, self.plan)
+                repeated += [i] * n_samples
                 # An answer's number counts the answers of all earlier prompts of the run, drawn or not.
                 first = (update * self.plan.data.batch_size + i) * n_samples
                 numbers += range(first, first + n_samples)
-        repeated = np.repeat(list(to_answer), n_samples).tolist()  # once for each answer
 
         start = time.perf_counter()
         policy = self.objective.policy.eval()

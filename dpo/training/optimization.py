@@ -133,7 +133,7 @@ class Schedule(LambdaLR):
         """Restore the schedule, and set the optimizer's learning rates to those of the next update."""
         # Unknown keys are dropped: torch would make attributes of them.
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
-        self._last_lr = []  # the rates of the next update, on the curve of this run's length
-        for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
-            group["lr"] = base * factor(self.last_epoch)
-            self._last_lr.append(group["lr"])
+        [group] = self.optimizer.param_groups
+        # the rate of the next update, on the curve of this run's length
+        group["lr"] = self.base_lrs[0] * self.lr_lambdas[0](self.last_epoch)
+        self._last_lr = [group["lr"]]
