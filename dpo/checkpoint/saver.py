@@ -68,6 +68,9 @@ class Part:
 class ModelPart(Part):
     """A model's weights. `restore` does nothing: `dpo.models.loading` read them before the model was distributed."""
 
+    def find_state(self) -> dict:
+        return dict(self.source.state_dict())  # files have plain dicts
+
     def restore(self, state: Any) -> None:
         pass
 

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
-from dpo.parallel.nested import map_tensors
-from dpo.parallel.sharding import Parts
+from dpo.parallel.sharding import Parts, join_path
 
 SHARD = "shard-{}-{:05}-of-{:05}.safetensors"  # the state's name, the process's number from 1, and how many there are
 SHARDS = "shard-*.safetensors"
@@ -51,25 +51,25 @@ def read_parts(state: Any, file: Path) -> Any:
             for key, info in json.loads(shard.metadata()[OFFSETS_KEY]).items():
                 parts[key].append((tuple(info[OFFSETS]), shard.get_tensor(key)))  # mapped from the file
 
-    def replace(tensor: Tensor, name: str) -> Tensor:
-        return SplitTensor(tensor.shape, tensor.dtype, parts[name]) if tensor.is_meta else tensor
+    def replace(path: tuple, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            return SplitTensor(value.shape, value.dtype, parts[join_path(file.stem, path)])
+        return value
 
-    return map_tensors(replace, state, file.stem)
+    return tree_map_with_path(replace, state)
 
 
 def join_in_files(state: Any, folder: Path) -> Any:
     """Replace the `SplitTensor`s of a state by whole tensors that are mapped from new files in `folder`."""
 
-    def join(tensor: Tensor, _: str) -> Tensor:
-        if not isinstance(tensor, SplitTensor):
-            return tensor
+    def join(tensor: Tensor) -> Tensor:
         file = folder / str(len(list(folder.iterdir())))
         with file.open("wb") as opened:  # else a full disk would kill the process when the mapping is written
             os.posix_fallocate(opened.fileno(), 0, max(1, tensor.numel() * tensor.dtype.itemsize))
         whole = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return whole.view(tensor.shape).copy_(tensor)
 
-    return map_tensors(join, state)
+    return tree_map_only(SplitTensor, join, state)
 
 
 class SplitTensor(Tensor):
@@ -109,9 +109,5 @@ class SplitTensor(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function in WITHOUT_VALUES:
             return super().__torch_function__(function, types, args, kwargs)
-
-        def join(tensor: Tensor, _: str) -> Tensor:
-            return tensor.join() if isinstance(tensor, cls) else tensor
-
-        args, kwargs = map_tensors(join, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.join, (args, kwargs or {}))
         return function(*args, **kwargs)

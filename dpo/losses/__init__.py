@@ -55,7 +55,7 @@ class Loss:
     # Whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt.
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
-    running_statistic: Callable[[float, float, float], float] | None = None
+    running_statistic: Callable | None = None
     takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
     takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
     # Whether rewards are means over tokens rather than sums; a string names the option that decides.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from dpo.parallel.nested import map_tensors
 from dpo.settings.plan import ParallelDims
 from dpo.system.host import GPU, count_gpus
 
+AXES = ("replicate", "shard", "tensor")
 # The kind of collective, and the index of the group among the arguments, by name of the operator: those of
 # torch.distributed, and its functional ones.
 KINDS = {
@@ -57,13 +57,11 @@ class Mesh:
             # Silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
-            self.device_mesh = init_device_mesh(
-                self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
-            )
+            self.device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
             if dist.get_backend() != "fake":  # which `dpo estimate` uses, and which has no timeouts
                 # Subgroups do not inherit the timeout of the default group.
                 for group in self.device_mesh.get_all_groups():
-                    _set_pg_timeout(timedelta(seconds=timeout_secs), group)
+                    group.set_timeout(timedelta(seconds=timeout_secs))
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum the values over all processes, in place, and return them."""
@@ -95,7 +93,7 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.axes = {str(dist.group.WORLD.group_name): "all"}  # of each process group; axes of size 1 are left out
-        for axis in mesh.device_mesh.mesh_dim_names or ():
+        for axis in AXES:
             if mesh.device_mesh[axis].size() > 1:
                 self.axes[str(mesh.device_mesh[axis].get_group().group_name)] = axis
         self.calls: Counter[str] = Counter()
@@ -111,8 +109,7 @@ class CollectiveCounter(TorchDispatchMode):
             group_name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
             key = f"{self.axes[group_name]} {kind}"
             self.calls[key] += 1
-            sizes = []
-            map_tensors(lambda tensor, _: sizes.append(tensor.nbytes), [args, result])
+            sizes = [value.nbytes for value in tree_iter((args, result)) if isinstance(value, torch.Tensor)]
             self.n_bytes[key] += max(sizes)
         return result
 

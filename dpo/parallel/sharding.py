@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter, tree_map_only, tree_map_with_path
 
 from dpo.errors import InputError
-from dpo.parallel.mesh import Mesh
-from dpo.parallel.nested import map_tensors
+from dpo.parallel.mesh import AXES, Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan, make_dtensor
 from dpo.system.host import count_gpus, is_gpu, release_freed_memory
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, from_rank_0, is_rank_0
 
+Receive = Callable[[str, Tensor], Tensor]  # returns the value of a model's parameter or buffer, by its name
 Parts = dict[str, tuple[tuple[int, ...], Tensor]]  # by a tensor's name: where its part begins in each dim, and the part
 SAMPLED_WEIGHTS = 10**6  # about how many weights of a process `step_and_count_changes` compares at most
 
@@ -39,7 +40,7 @@ def distribute(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     frozen_whole: bool = False,
-    receive: Callable[[str, Tensor], Tensor] | None = None,
+    receive: Receive | None = None,
 ) -> Any:
     """Distribute rank 0's weights in place, one FSDP unit per transformer block, and return the model.
 
@@ -97,7 +98,7 @@ def distribute(
     return model
 
 
-def _make_receiver(model: Any, mesh: Mesh) -> Callable[[str, Tensor], Tensor]:
+def _make_receiver(model: Any, mesh: Mesh) -> Receive:
     """Return the default `receive` of `distribute`, which broadcasts rank 0's tensor of the same name: a collective.
 
     Raises InputError on every rank if the models differ. Other ranks also get rank 0's generation config.
@@ -135,10 +136,10 @@ def untie(model: nn.Module, ties: Mapping[str, str]) -> None:
 def _cast_inputs(dtype: torch.dtype, unit: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Cast the floating-point inputs of a unit, as FSDP does: a forward pre-hook, whose result replaces the inputs."""
 
-    def cast(tensor: Tensor, _: str) -> Tensor:
+    def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return map_tensors(cast, (args, kwargs))
+    return tree_map_only(Tensor, cast, (args, kwargs))
 
 
 def find_class_before_fsdp(model: Any) -> type[nn.Module]:
@@ -171,9 +172,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     return blocks
 
 
-def _replace_tensors(
-    modules: Mapping[str, nn.Module], receive: Callable[[str, Tensor], Tensor], *, frozen_dtype: torch.dtype | None
-) -> None:
+def _replace_tensors(modules: Mapping[str, nn.Module], receive: Receive, *, frozen_dtype: torch.dtype | None) -> None:
     """Replace the modules' own parameters and buffers by what `receive(name, tensor)` returns.
 
     All names are full names in the model. Frozen parameters are cast to `frozen_dtype`; None keeps their dtype.
@@ -344,11 +343,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def full_state(state: Any) -> Any:
     """Gather every tensor of a state dict, one at a time, on rank 0's CPU; on other ranks, tensors become None."""
 
-    def gather(tensor: Tensor, _: str) -> Tensor | None:
+    def gather(tensor: Tensor) -> Tensor | None:
         gathered = full_tensor(tensor).detach()
         return gathered.cpu() if is_rank_0() else None
 
-    return map_tensors(gather, state)
+    return tree_map_only(Tensor, gather, state)
 
 
 def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
@@ -359,28 +358,33 @@ def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
     """
     parts = {}
 
-    def take(tensor: Tensor, name: str) -> Tensor | None:
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local().detach()
-            if _is_first_owner(tensor, mesh) and local.numel():  # the last processes may have no rows
+    def take(path: tuple, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            local = value.to_local().detach()
+            if _is_first_owner(value, mesh) and local.numel():  # the last processes may have no rows
                 # The copy is needed, as tied weights share memory, which safetensors refuses.
-                parts[name] = (_find_begin(tensor), local.to("cpu", copy=True))
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return tensor.detach().cpu() if is_rank_0() else None
+                parts[join_path(name, path)] = (_find_begin(value), local.to("cpu", copy=True))
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor):
+            return value.detach().cpu() if is_rank_0() else None
+        return value
 
-    return map_tensors(take, state, name), parts
+    return tree_map_with_path(take, state), parts
+
+
+def join_path(name: str, path: Iterable) -> str:
+    """Return the name of the state `name` and the keys of a `path` in it, joined by dots."""
+    return ".".join([name, *(str(entry.key) for entry in path)])
 
 
 def count_own_bytes(state: Any) -> int:
     """Count the bytes of the tensors in a state that this process holds."""
-    sizes = []
-    map_tensors(lambda tensor, _: sizes.append(local_tensor(tensor).nbytes), state)
-    return sum(sizes)
+    return sum(local_tensor(value).nbytes for value in tree_iter(state) if isinstance(value, Tensor))
 
 
 def _is_first_owner(tensor: DTensor, mesh: Mesh) -> bool:
     """Return whether this process comes first among those that have the same part of a tensor."""
-    copied = set(mesh.device_mesh.mesh_dim_names or ())  # the axes along which processes have the same part
+    copied = set(AXES)  # those along which processes have the same part
     for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
         if not placement.is_replicate():
             copied.remove(axis)
@@ -461,9 +465,9 @@ def step_optimizer(optimizer: Optimizer) -> None:
     The caller clears those of the sharded parameters.
     """
     for tensor in _list_optimized(optimizer):
-        sharded = sharded_parameter(tensor)
-        if sharded is not tensor and sharded.grad is not None:
-            tensor.grad = sharded.grad.to_local()
+        grad = sharded_parameter(tensor).grad
+        if grad is not None:
+            tensor.grad = local_tensor(grad)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -500,13 +504,13 @@ def optimizer_state(optimizer: Optimizer) -> dict:
     """Return an optimizer's state dict with a DTensor for each state of a shard, so that `full_state` can gather it."""
     saved = optimizer.state_dict()
     states = {i: dict(values) for i, values in saved["state"].items()}  # by the index of the parameter
-    for i, tensor in enumerate(_list_optimized(optimizer)):
-        sharded = sharded_parameter(tensor)
-        if sharded is tensor:
-            continue
-        for key, value in states.get(i, {}).items():
-            if torch.is_tensor(value) and value.shape == tensor.shape:  # unlike a counter of steps
-                states[i][key] = make_dtensor(value, sharded.device_mesh, sharded.placements, like=sharded)
+    tensors = _list_optimized(optimizer)
+    for i, values in states.items():
+        sharded = sharded_parameter(tensors[i])
+        for key, value in values.items():
+            is_value = torch.is_tensor(value) and value.shape == tensors[i].shape  # and no counter of steps
+            if is_value and sharded is not tensors[i]:
+                values[key] = make_dtensor(value, sharded.device_mesh, sharded.placements, like=sharded)
     return {**saved, "state": states}
 
 
@@ -539,7 +543,7 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     optimizer.load_state_dict(state)
     # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.
     for values in optimizer.state.values():
-        values.update(map_tensors(lambda tensor, _: tensor.clone(), values))
+        values.update(tree_map_only(Tensor, torch.clone, values))
 
 
 # --- one process with several GPUs ---------------------------------------------------------------------------------

@@ -129,8 +129,7 @@ def count_processes_here(world_size: int) -> int:
 
 
 def count_machines() -> int:
-    rank_env = find_rank_env()
-    return rank_env.n_machines if rank_env else 1
+    return getattr(find_rank_env(), "n_machines", 1)
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
@@ -223,14 +222,8 @@ def _run_in_group(
             give_up=lambda why: end_process(f"rank {rank} ends: {why}\n", LOST_CONTACT),
         ):
             with handling_signals(signal.SIG_DFL):
-                init_distributed(
-                    rank,
-                    world_size,
-                    backend=choose_backend(),
-                    timeout=timeout,
-                    store=store,
-                    local_rank=local_rank,
-                )
+                backend = choose_backend()
+                init_distributed(rank, world_size, backend=backend, timeout=timeout, store=store, local_rank=local_rank)
             try:
                 worker(rank, world_size, *args)
             except Stopped as stopped:  # all ranks stop, but only rank 0 says so
@@ -355,7 +348,7 @@ def _wait_for_workers(processes: list, pipes: list, stop_signals: list[int], tim
         status = next(status for status in PATIENCE if status in ended)
         seconds_left = min(PATIENCE[status], timeout_secs)
 
-    messages = ended.get(status, [])
+    messages = ended[status]
     if status == BAD_INPUT:
         raise InputError(messages[0])
     if status == FAILED:

@@ -55,8 +55,8 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
     """Return `PREFIX/USER` for the first prefix that exists, or for the last if none does."""
-    prefix = next((p for p in prefixes if os.path.exists(p)), prefixes[-1])
-    return os.path.join(prefix, getpass.getuser())
+    existing = [*filter(os.path.exists, prefixes), prefixes[-1]]
+    return os.path.join(existing[0], getpass.getuser())
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
@@ -170,10 +170,10 @@ def write_run_facts(run_dir: Path, config: dict, *, former: tuple[str, float] | 
     commit = ""
     checkout = Path(__file__).parents[2]
     # This prints the commit, and -dirty if files have changed; untracked files, such as runs of the user, do not count.
-    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     if (checkout / "pyproject.toml").exists():  # an installed package may be inside someone else's repository
         with suppress(OSError):  # there is no git
-            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            commit = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout.strip()
     facts = {
         "run": run,
         "version": __version__,

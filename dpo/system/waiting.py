@@ -5,7 +5,6 @@ time out, and handle no signals. A `call_site` is any text that names a place in
 from it.
 """
 
-import math
 import os
 import signal
 import socket
@@ -49,7 +48,7 @@ def from_rank_0(value: Any) -> Any:
 
 def default_store() -> dist.Store:
     """Return the store through which the default process group was formed."""
-    return dist.distributed_c10d._get_default_store()
+    return dist.group.WORLD.get_group_store()
 
 
 @contextmanager
@@ -213,43 +212,40 @@ def watching_machines(
     if n_machines == 1:
         yield
         return
-    beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
-    ends = [f"end of machine {i}" for i in range(n_machines)]
     is_over = threading.Event()
 
     def watch(connection: Any) -> None:
         counts = [0] * n_machines
-        heard_at = [math.inf] * n_machines  # inf: not watched
+        heard_at = {}  # by machine, without those that have not begun or have ended
         no_answer = f"the store, through which the processes meet, has not answered for {timeout_secs:g} s"
-        while not is_over.is_set():
-            now = time.monotonic()
-            try:
+        with suppress(RuntimeError):  # the process that served the store has ended, so collectives fail, too
+            while not is_over.is_set():
+                now = time.monotonic()
                 with watchdog(timeout_secs, give_up, no_answer):
                     if writes:
-                        connection.add(beats[machine], 1)
+                        connection.add(f"heartbeats of machine {machine}", 1)
                     for i in range(n_machines):
-                        count = connection.add(beats[i], 0)  # unlike `get`, it does not wait for a first heartbeat
-                        if connection.check([ends[i]]):
-                            heard_at[i] = math.inf
+                        # Unlike `get`, adding 0 does not wait for a first heartbeat.
+                        count = connection.add(f"heartbeats of machine {i}", 0)
+                        if connection.check([f"end of machine {i}"]):
+                            heard_at.pop(i, None)
                         elif count != counts[i]:
                             counts[i] = count
                             heard_at[i] = now
-            except RuntimeError:  # the process that served the store has ended, so collectives fail, too
-                return
-            silent = [f"machine {i}" for i in range(n_machines) if now - heard_at[i] > timeout_secs]
-            if silent:
-                give_up(f"no heartbeat of {' and '.join(silent)} for {timeout_secs:g} s (heartbeat_timeout_secs)")
-            now = time.monotonic()
-            is_over.wait(timeout_secs / BEATS_PER_TIMEOUT)
-            waited = time.monotonic() - now
-            if waited > timeout_secs:
-                give_up(f"for {waited:.0f} s it did not run, or C code held the GIL")
+                silent = [f"machine {i}" for i, heard in heard_at.items() if now - heard > timeout_secs]
+                if silent:
+                    give_up(f"no heartbeat of {' and '.join(silent)} for {timeout_secs:g} s (heartbeat_timeout_secs)")
+                now = time.monotonic()
+                is_over.wait(timeout_secs / BEATS_PER_TIMEOUT)
+                waited = time.monotonic() - now
+                if waited > timeout_secs:
+                    give_up(f"for {waited:.0f} s it did not run, or C code held the GIL")
 
     threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()
     try:
         yield
         if writes:
             with suppress(RuntimeError):  # the process that serves the store may have ended before
-                store.set(ends[machine], "")
+                store.set(f"end of machine {machine}", "")
     finally:
         is_over.set()

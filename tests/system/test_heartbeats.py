@@ -73,6 +73,7 @@ def test_a_store_that_does_not_answer_is_named(writes, watch, monkeypatch):
 def test_a_process_that_did_not_run_knows_that_the_others_have_gone_on(watch, monkeypatch):
     reasons = []
     with watch(0, reasons), watch(1, []):
+        time.sleep(TIMEOUT_SECS / 2)
         now = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: now() + 1000)
         time.sleep(TIMEOUT_SECS)
