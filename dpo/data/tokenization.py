@@ -4,16 +4,13 @@ The parts are the prompt and the pieces of the response. If a token would span t
 texts of the reference code's datasets are.
 """
 
-from __future__ import annotations
-
-import json
+import copy
 import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from threading import Lock
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
@@ -53,12 +50,13 @@ def remove_special_tokens(text: str, tokenizer: Any) -> str:
 
 def list_end_strings(tokenizer: Any) -> list[str]:
     """List the strings of the tokens that end an answer: `end_tokens` (`set_end_and_media_tokens`), and EOS."""
-    return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
+    return [token for token in (*getattr(tokenizer, "end_tokens", ()), tokenizer.eos_token) if token]
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
     """Remove the EOS that ends a response, and white space after it, as tokenization appends EOS."""
-    eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
+    stripped = text.rstrip()
+    eos = tokenizer.eos_token
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
@@ -69,14 +67,13 @@ def quote_around(text: str, position: int) -> str:
 
 def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
     """Raise InputError for a text that has EOS among its tokens."""
-    eos = getattr(tokenizer, "eos_token", None)
+    eos = tokenizer.eos_token
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
-        start = text.find(eos) if eos else -1
-        if start >= 0 and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
+        if eos and eos in text and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
             raise InputError(
                 f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
-                f"remove it from {quote_around(text, start)}"
+                f"remove it from {quote_around(text, text.index(eos))}"
             )
 
 
@@ -99,9 +96,8 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.largest_id = largest_id  # in all texts so far; -1 before the first
         self.n_embeddings = math.inf  # the model's, once `check_vocabulary` knows it
-        self.eos = getattr(tokenizer, "eos_token_id", None)  # kept, as transformers looks it up at each access
+        self.eos = tokenizer.eos_token_id  # kept, as transformers looks it up at each access
         self.ends = tuple(list_end_strings(tokenizer))  # strings of the tokens that end an answer
-        self._lock = Lock()  # held while `_parts_tokenizer` is made, or encodes
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Tokenize each text by itself; return token ids by text."""
@@ -117,42 +113,34 @@ class TextEncoder:
         for prompt, responses in conversations:
             texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
-        are_apart = []  # for each conversation
-        crossing = []  # the texts of those conversations
+        encoded = []
         for conversation in texts:
             ids = [whole[parts] for parts in conversation]
             crosses = None in ids or any(ids_of_parts[0] != ids[0][0] for ids_of_parts in ids)
-            are_apart.append(crosses)
             if crosses:
-                crossing += conversation
-        prompt_ids = self(parts[0] for parts in crossing)
-        piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in crossing)))
-        apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in crossing}
-        encoded = []
-        for conversation, crosses in zip(texts, are_apart, strict=True):
-            ids = [(apart if crosses else whole)[parts] for parts in conversation]
-            responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
-            encoded.append(Tokens(ids[0][0], responses, crosses))
+                ids = []
+                for prompt, *pieces in conversation:
+                    ids.append([self([prompt])[prompt], *map(self._encode_after_text, pieces)])
+            encoded.append(Tokens(ids[0][0], [pieces for _, *pieces in ids if pieces], crosses))
         return encoded
 
-    def _encode_after_text(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Tokenize each text by itself, as if another text were before it; return token ids by text."""
-        encoded = {}
+    def _encode_after_text(self, text: str) -> list[int]:
+        """Tokenize a text by itself, as if another text were before it."""
         for marker in MARKERS:
-            marked = self._encode((marker, text) for text in texts if text not in encoded)
-            # ids is None if a token has characters of the marker and of the text
-            encoded |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
-        # the remaining texts share a token with every marker
-        return encoded | self(text for text in texts if text not in encoded)
+            [ids] = self._encode([(marker, text)]).values()
+            if ids is not None:
+                return ids[1]
+        return self([text])[text]  # it shares a token with every marker
 
     def _encode(self, texts: Iterable[Parts]) -> dict[Parts, Ids | None]:
         """Tokenize each distinct text; return the token ids of its parts, or None if a token spans two parts."""
         distinct = list(dict.fromkeys(texts))
         if self.tokenizer.is_fast:
-            with self._lock:
-                encoded = self._parts_tokenizer.encode(distinct)
+            encodings = self._backend.encode_batch(["".join(parts) for parts in distinct], add_special_tokens=False)
+            divided = map(self._divide, distinct, encodings)
         else:
-            encoded = {parts: self._encode_in_python(parts) for parts in distinct}
+            divided = map(self._encode_in_python, distinct)
+        encoded = dict(zip(distinct, divided, strict=True))
         for ids_of_parts in encoded.values():
             self.largest_id = max([self.largest_id, *chain.from_iterable(ids_of_parts or ())])
         self.check_vocabulary(self.n_embeddings)
@@ -170,55 +158,42 @@ class TextEncoder:
     def _encode_in_python(self, parts: Parts) -> Ids | None:
         """Tokenize a text with a tokenizer that gives no offsets.
 
-        Two parts can be told apart if the whole begins with the tokens of the first part alone. Returns None if it does
-        not, or if there are more parts.
+        The parts can be told apart if the whole begins with the tokens of each beginning; returns None if it does not.
         """
-        first = self.tokenizer(parts[0], add_special_tokens=False)["input_ids"]
-        ids = self.tokenizer("".join(parts), add_special_tokens=False)["input_ids"]
-        if len(parts) == 1:
-            return [ids]
-        return [first, ids[len(first) :]] if len(parts) == 2 and ids[: len(first)] == first else None
+        beginnings = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in accumulate(parts)]
+        whole = beginnings[-1]
+        if any(whole[: len(ids)] != ids for ids in beginnings):
+            return None
+        return [whole[i:j] for i, j in pairwise([0, *map(len, beginnings)])]
 
     @cached_property
-    def _parts_tokenizer(self) -> PartsTokenizer:
-        return PartsTokenizer(self.tokenizer)
+    def _backend(self) -> Tokenizer:
+        """A copy of a fast tokenizer that neither adds special tokens nor truncates or pads.
 
+        So every token has a position in the text.
+        """
+        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.post_processor = None
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return backend
 
-class PartsTokenizer:
-    """A copy of a fast tokenizer that divides the tokens of a text among the text's parts.
-
-    It neither adds special tokens nor truncates or pads, so every token has a position in the text.
-    """
-
-    def __init__(self, tokenizer: Any):
-        settings = json.loads(tokenizer.backend_tokenizer.to_str())
-        settings |= {"post_processor": None, "truncation": None, "padding": None}
-        self._tokenizer = Tokenizer.from_str(json.dumps(settings))
-        self._tokenizer.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
-        added = settings["added_tokens"]
-        # added tokens whose offsets include the spaces beside them
-        self._stripping = {token["content"] for token in added if token["lstrip"] or token["rstrip"]}
-
-    def encode(self, texts: Sequence[Parts]) -> dict[Parts, Ids | None]:
-        """Return for each text the token ids of its parts, or None if a token spans two parts."""
-        encoded = {}
-        encodings = self._tokenizer.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
-        for parts, encoding in zip(texts, encodings, strict=True):
-            positions = accumulate(map(len, parts[:-1]))
-            limits = [self._find_boundary(encoding, position, parts) for position in positions]
-            spans = pairwise((0, *limits, len(encoding.ids)))
-            encoded[parts] = None if None in limits else [encoding.ids[i:j] for i, j in spans]
-        return encoded
-
-    def _find_boundary(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
-        """Count the tokens before a position in the text; None if a token spans the position."""
-        offsets = encoding.offsets
-        n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
-        if n_before == 0 or offsets[n_before - 1][1] <= position:
-            return n_before
-        # the last of these tokens ends after the position, perhaps only because its offsets include spaces
-        token = self._tokenizer.id_to_token(encoding.ids[n_before - 1])
-        begin = "".join(parts).find(token, offsets[n_before - 1][0]) if token in self._stripping else -1
-        if position <= begin:  # only such spaces are before the position
-            return n_before - 1
-        return n_before if 0 <= begin <= position - len(token) else None
+    def _divide(self, parts: Parts, encoding: Encoding) -> Ids | None:
+        """Divide the token ids of a text among its parts; None if a token spans two of them."""
+        text = "".join(parts)
+        limits = [0]
+        for position in accumulate(map(len, parts[:-1])):
+            offsets = encoding.offsets
+            n_before = bisect_left(offsets, (position,))  # the tokens that start earlier
+            start, end = offsets[n_before - 1] if n_before else (0, 0)
+            if end > position:  # perhaps only because the offsets of an added token include the spaces beside it
+                token = self._backend.get_added_tokens_decoder().get(encoding.ids[n_before - 1])
+                if token is None or not (token.lstrip or token.rstrip):
+                    return None
+                if text[start:position].isspace():
+                    n_before -= 1
+                elif not text[position:end].isspace():
+                    return None
+            limits.append(n_before)
+        return [encoding.ids[i:j] for i, j in pairwise([*limits, None])]

@@ -130,7 +130,7 @@ def test_a_control_token_that_takes_the_spaces_beside_it_crosses_no_limit(flags)
 
 def test_a_tokenizer_without_offsets_drops_a_marker_before_each_part():
     class InPython:
-        is_fast, eos_token, all_special_tokens, added_tokens_decoder = False, "</s>", [], {}
+        is_fast, eos_token, eos_token_id = False, "</s>", 2
 
         def __call__(self, text, add_special_tokens=False):
             return TOKENIZERS["always"](text, add_special_tokens=add_special_tokens)
