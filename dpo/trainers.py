@@ -18,13 +18,13 @@ from torch import Tensor, nn
 # concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
 from dpo.checkpoint.files import write_state
 from dpo.checkpoint.resume import decide_autocast
-from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import load_data
 from dpo.errors import NonFinite, SamplingFailed, ScorerFailed, WarningLine, is_lost_contact
 from dpo.losses import RESPONSE_ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models.adapters import seed_dropout
 from dpo.models.pretrained import unwrap
 from dpo.parallel.sharding import clip_gradient, step_and_count_changes, step_optimizer
+from dpo.preference_datasets import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.reporting.events import Evaluation, Update
 from dpo.settings.places import store_rows
 from dpo.settings.plan import resolve

@@ -6,13 +6,13 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from dpo.data.prompt_forms import is_prefilled
-from dpo.data.schema import Messages, Prompt, naming_place
+from dpo.data.schema import Prompt, naming_place
 from dpo.data.templates import TemplateRejects, apply_template, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
@@ -60,7 +60,7 @@ class Example(NamedTuple):
     @property
     def responses_with_cuts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Each response with its cuts, which are () if all of it is scored."""
-        return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
+        return list(zip_longest(self.responses, self.cuts, fillvalue=()))
 
 
 def count_unscored(cuts: Sequence[int]) -> int:
@@ -90,9 +90,8 @@ def list_examples(prompt: Prompt) -> list[TextExample]:
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Sequence[ExampleId]) -> list[TextExample]:
-    """Read examples of a table; a prompt with several of them is decoded once."""
-    decoded = {index: prompts[index] for index in {index for index, _ in ids}}
-    return [(decoded[prompt_index], example_index) for prompt_index, example_index in ids]
+    """Read examples of a table."""
+    return [(prompts[prompt_index], index) for prompt_index, index in ids]
 
 
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
@@ -171,24 +170,16 @@ def encode_examples(
     """
     if encode.eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    apart = []  # texts that are tokenized by themselves
-    whole = []  # conversations that are tokenized as one text
-    for prompt, index in examples:
-        if prompt.apart:
-            apart += [prompt.text, *prompt.texts(index).values()]
-        else:
-            # with all responses of the prompt, so that all its examples have the same prompt tokens
-            whole.append((prompt.text, prompt.pieces))
-    ids = encode(apart)
-    conversations = iter(encode.encode_conversations(whole))
+    # with all responses of a prompt, so that all its examples have the same prompt tokens
+    apart = encode(chain.from_iterable((prompt.text, *prompt.responses) for prompt, _ in examples if prompt.apart))
+    whole = encode.encode_conversations((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart)
+    conversations = iter(whole)
     encoded = []
     for prompt, index in examples:
         if prompt.apart:
-            responses = [[ids[text]] for text in prompt.texts(index).values()]
-            tokens = Tokens(ids[prompt.text], responses, crosses=False)
+            tokens = Tokens(apart[prompt.text], [[apart[text]] for text in prompt.responses], crosses=False)
         else:
-            tokens = next(conversations)  # with all responses of the prompt
-            tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
+            tokens = next(conversations)
         encoded.append(_make_example(prompt, index, tokens, encode, max_length, max_prompt_length))
     return encoded
 
@@ -201,8 +192,9 @@ def _make_example(
     if not prompt.rendered:
         with naming_place(f"dataset {prompt.dataset}"):
             refuse_eos([*texts.values(), prompt.text] if prompt.apart else texts.values(), encode.tokenizer)
+    all_pieces = [tokens.responses[i] for i in prompt.roles(index).values()]
     whole = []  # each response, not yet truncated
-    for text, pieces in zip(texts.values(), tokens.responses, strict=True):
+    for text, pieces in zip(texts.values(), all_pieces, strict=True):
         response = tuple(chain(*pieces))
         # the template may have written another end token than EOS
         if not (prompt.rendered and text.endswith(encode.ends)):
@@ -210,13 +202,13 @@ def _make_example(
         whole.append(response)
     longest = max(map(len, whole), default=0)
     kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
-    room = longest
-    if len(kept_prompt) + longest > max_length:
+    room = max_length - len(kept_prompt)
+    if prompt.apart and longest > room:
         # by the reference code's rule a response may not use the room that a short prompt leaves
-        room = max_length - (max_prompt_length if prompt.apart else len(kept_prompt))
+        room = max_length - max_prompt_length
     responses = [response[:room] for response in whole]
     all_cuts = []
-    for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
+    for text, pieces, response in zip(texts.values(), all_pieces, responses, strict=True):
         # scored and unscored pieces alternate, so the ends of all but the last are the cuts
         *ends, _ = accumulate(map(len, pieces))
         cuts = tuple(min(end, len(response)) for end in ends)
@@ -236,8 +228,8 @@ def _make_example(
         response_is_truncated=longest > room,
         crosses=tokens.crosses,
         roles=tuple(texts),
-        weight=prompt.weights[index] if prompt.weights and texts else 1.0,
-        margin=prompt.margins[index] if prompt.margins and texts else None,
+        weight=prompt.weights[index] if prompt.weights else 1.0,
+        margin=prompt.margins[index] if prompt.margins else None,
         cuts=tuple(all_cuts) if any(all_cuts) else (),
     )
 
@@ -260,30 +252,28 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    # where the kept text may begin: a turn, and how many of its characters are left out
+    begins = [(start, 0) for start in users]
+    begins += [(start, n) for start in users[-1:] for n in range(1, len(messages[start]["content"]))]
     apply = partial(apply_template, encode.tokenizer, tools=prompt.tools)
+    render = partial(render_until_answer, apply, continued=is_prefilled(messages))
 
-    def render(chat: Messages) -> str:
-        return render_until_answer(apply, chat, continued=is_prefilled(messages))
+    def encode_from(begin: tuple[int, int]) -> list[int]:
+        """Tokenize the system turn, and the turns from where the kept text begins."""
+        start, n_left_out = begin
+        first = {**messages[start], "content": messages[start]["content"][n_left_out:]}
+        text = render([*system, first, *messages[start + 1 :]])
+        kept = text[: len(text) - n_cut_off]
+        return encode([kept])[kept]
 
     try:
         whole = render(messages)
-        if not (users and whole.startswith(prompt.text)):
+        if not whole.startswith(prompt.text):
             return None
         # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, as does `encode_from`
         n_cut_off = len(whole) - len(prompt.text)
-
-        def encode_from(start: int, n_left_out: int = 0) -> list[int]:
-            """Tokenize the system turn, and the turns from `start` on without the first `n_left_out` characters."""
-            first = {**messages[start], "content": messages[start]["content"][n_left_out:]}
-            text = render([*system, first, *messages[start + 1 :]])
-            return encode.encode_conversations([(text[: len(text) - n_cut_off], [])])[0].prompt
-
-        # the later the start, the fewer tokens: a binary search finds the first start that fits
-        index = bisect_left(users, True, key=lambda start: len(encode_from(start)) <= limit)
-        if index < len(users):
-            return encode_from(users[index])
-        size = len(messages[users[-1]]["content"])
-        n_left_out = bisect_left(range(size), True, key=lambda n: len(encode_from(users[-1], n)) <= limit)
-        return encode_from(users[-1], n_left_out) if n_left_out < size else None
+        # the later the text begins, the fewer tokens it has: a binary search finds the first beginning that fits
+        index = bisect_left(begins, True, key=lambda begin: len(encode_from(begin)) <= limit)
+        return encode_from(begins[index]) if index < len(begins) else None
     except TemplateRejects:
         return None

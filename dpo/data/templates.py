@@ -31,8 +31,8 @@ ASK_NOTHING = ("system", "developer", "assistant", "tool")  # roles that do not 
 THOUGHT_TAG = re.compile(r"(</?(?:think|thought|reasoning)>\n*)")
 EARLIER = "the chat template leaves out thoughts of earlier turns, as it does where the model is served"
 CLOSED = (
-    "the chat template ends the prompt, where the model is served, with a text that the responses do not begin with, "
-    "so it is left out"
+    "where the model is served, the chat template ends the prompt with a text that responses do not begin with, so it "
+    "is left out"
 )
 REWRITTEN = (
     "the chat template renders earlier turns of the response differently once others follow, so only the last answer "
@@ -205,17 +205,13 @@ class ChatTemplate:
 
     def _refuse_control_tokens(self, prompt: Prompt) -> None:
         """Raise InputError for a control token in messages or tools, and for a text that is not valid Unicode."""
-        values = [("a tool", prompt.tools)]
-        for message in chain(prompt.messages or (), *prompt.responses):
-            for key, value in message.items():
-                values.append((f"{key} of a message of role {message['role']!r}", value))
-        for name, value in values:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            check_unicode(text, name)
+        for value in (*(prompt.messages or ()), *chain(*prompt.responses), prompt.tools):
+            text = json.dumps(value, ensure_ascii=False, default=str)
+            check_unicode(text, "a message or tool")
             if token := compile_special_tokens(self.tokenizer).search(text):
                 raise InputError(
-                    f"{name} has the control token {token[0]!r}, which only the chat template may write: remove it "
-                    f"from {quote_around(text, token.start())}"
+                    f"a message or tool has the control token {token[0]!r}, which only the chat template may write: "
+                    f"remove it from {quote_around(text, token.start())}"
                 )
 
     def _note_changes(self, prompt: Prompt, chat: Messages, notes: Notes) -> None:
@@ -281,9 +277,8 @@ class ChatTemplate:
             closed_text = open_text if continued else apply(messages)
             if not text.startswith(closed_text) or text in dialogues:
                 raise InputError(
-                    f"the chat template renders the prompt differently once a response follows, so it is not known "
-                    f"where the response starts: {FIX}, remove the thoughts of earlier turns if there are any, or use "
-                    f"text instead"
+                    f"the chat template renders the prompt differently once a response follows: {FIX}, remove the "
+                    f"thoughts of earlier turns, or use text instead"
                 )
             if self.tokenizer.is_fast:  # a slow tokenizer gives no offsets of tokens
                 # The shared text may end inside a token: <think> and <tool_call> begin with <t. So cut before the

@@ -50,13 +50,13 @@ def remove_special_tokens(text: str, tokenizer: Any) -> str:
 
 def list_end_strings(tokenizer: Any) -> list[str]:
     """List the strings of the tokens that end an answer: `end_tokens` (`set_end_and_media_tokens`), and EOS."""
-    return [token for token in (*getattr(tokenizer, "end_tokens", ()), tokenizer.eos_token) if token]
+    return [token for token in (*getattr(tokenizer, "end_tokens", ()), getattr(tokenizer, "eos_token", None)) if token]
 
 
 def remove_final_eos(text: str, tokenizer: Any) -> str:
     """Remove the EOS that ends a response, and white space after it, as tokenization appends EOS."""
     stripped = text.rstrip()
-    eos = tokenizer.eos_token
+    eos = getattr(tokenizer, "eos_token", None)
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
@@ -67,7 +67,7 @@ def quote_around(text: str, position: int) -> str:
 
 def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
     """Raise InputError for a text that has EOS among its tokens."""
-    eos = tokenizer.eos_token
+    eos = getattr(tokenizer, "eos_token", None)
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
         if eos and eos in text and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:

@@ -182,9 +182,7 @@ def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning
 def test_a_prompt_that_is_no_prefix_is_refused(template, chat):
     row = {**LOOKED_UP, "prompt": [system("Be kind."), *ASK]}
     row["chosen"] = [{**CALL, "content": "So."}, RESULT, *SKY]
-    with refused(
-        "renders the prompt differently once a response follows, so it is not known where the response starts"
-    ):
+    with refused("renders the prompt differently once a response follows: name a tokenizer"):
         get_custom([row], "mine", chat(template))
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
 from dpo.data.tokenization import remove_special_tokens
+from dpo.preference_datasets import concatenated_inputs, get_collate_fn, tokenize_batch_element
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from dpo.checkpoint.files import (
 )
 from dpo.commands.export import main as export
 from dpo.commands.verify import main as verify
-from dpo.data.collation import find_examples, get_collate_fn, make_rows
 from dpo.data.custom import DataOptions
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.loading import load_splits
@@ -43,6 +42,7 @@ from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_config
+from dpo.preference_datasets import find_examples, get_collate_fn, make_rows
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
