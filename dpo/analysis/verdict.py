@@ -15,11 +15,9 @@ SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of its
 ENOUGH = 100  # this many pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
 FEWEST = 10  # fewer examples are too few, whatever the result
 TOO_FEW = ": {}, too few to judge; about {} would do"
-RESPONSES = {  # names of responses in sentences, by kind of example and role
+RESPONSES = {  # names of responses in sentences, by kind of example and role; others are named by their role
     "targets": {"chosen": "targets"},
     "labels": {"chosen": "desirable", "rejected": "undesirable"},
-    "pairs": {"chosen": "chosen", "rejected": "rejected"},
-    "lists": {"chosen": "best", "rejected": "worst"},
 }
 
 
@@ -80,16 +78,14 @@ def describe_change(run: LoggedRun) -> str:
     largest = max(map(abs, changes.values()), default=0.0)
     facts = []
     if answers:
-        verb = "differ" if n_differ > 1 else "differs"
-        subject = f"{n_differ or 'none'} of {count(len(answers), 'answer')} to held-out prompts"
-        facts.append(f"{subject} {verb} from those before training")
+        facts.append(
+            f"{n_differ or 'none'} of {count(len(answers), 'answer')} to held-out prompts changed with training"
+        )
     if changes:
-        names = RESPONSES[run.objective.trains_on]
-        moved = ", ".join(f"{names[role]} {signed(change)}" for role, change in changes.items())
-        fact = f"the log-probability per token of held-out responses moved: {moved}"
-        if rounding:
-            fact += f" (rounding: {figure(rounding, 1)})"
-        facts.append(fact)
+        names = RESPONSES.get(run.objective.trains_on, {})
+        moved = ", ".join(f"{names.get(role, role)} {signed(change)}" for role, change in changes.items())
+        rounded = f"(rounding: {figure(rounding, 1)})"
+        facts.append(f"the log-probability per token of held-out responses moved: {moved} {rounded}")
     # 16-bit weights may be too coarse for the steps of a small lr.
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]

@@ -13,7 +13,7 @@ from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_open
 
 import tqdm
 
-from dpo.errors import InputError, explaining, one_sentence
+from dpo.errors import InputError, one_sentence
 from dpo.judging.answers import hash_texts
 from dpo.redaction import REMEMBERED, redact
 from dpo.system.plain_files import JsonLinesStore
@@ -44,8 +44,9 @@ class Server:
     Raises InputError if the server cannot be used at all.
     """
 
-    def __init__(self, url: str, model: str | None, cache: Path, *, parallel: int, timeout: float):
+    def __init__(self, url: str, model: str, cache: Path, *, parallel: int, timeout: float):
         self.url = url.rstrip("/").removesuffix("/chat/completions")
+        self.model = model
         self.parallel = parallel
         self.timeout = timeout
         self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
@@ -63,12 +64,6 @@ class Server:
                 f"--judge {url} would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted: use https"
             )
         self._opener = build_opener(*handlers)
-        self.model = model
-        if not model:
-            advice = "is it running? Or name its model with --judge-model"
-            problem = f"--judge {self.url}/models cannot be read"
-            with explaining(ERRORS, lambda why: InputError(f"{problem}: {why}; {advice}")):
-                self.model = self._request("/models")["data"][0]["id"]  # the first that the server names
 
     def ask_all(self, questions: list[str]) -> list[str | Exception]:
         """Return the reply to each question, or the error that prevented it."""
@@ -90,7 +85,7 @@ class Server:
             message = {"role": "user", "content": question}
             body = {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": 512}
             try:
-                content = self._request("/chat/completions", body)["choices"][0]["message"]["content"]
+                content = self._request(body)["choices"][0]["message"]["content"]
                 if not isinstance(content, str):
                     raise ValueError(f"the reply has no text: {content!r}")
             except ERRORS as error:
@@ -98,15 +93,15 @@ class Server:
             self._replies.add(key, reply=redact(content))  # a server may quote the key, and replies are published
         return self._replies.lines[key]["reply"]
 
-    def _request(self, path: str, body: Any = None) -> Any:
-        """Return the JSON that the server sends for a path: by POST if there is a body, else by GET.
+    def _request(self, body: dict) -> Any:
+        """Return the JSON with which the server replies.
 
         Makes up to N_TRIES tries while the server is busy or cannot be reached, then raises one of ERRORS.
         """
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = Request(self.url + path, body and json.dumps(body).encode(), headers)
+        request = Request(self.url + "/chat/completions", json.dumps(body).encode(), headers)
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
             status = 503  # a call without a reply counts as busy

@@ -151,6 +151,7 @@ def test_labelled_responses_are_judged_as_answers_are_and_rewarded_as_in_trainin
         (["--judge", "function:mine.py:other"], "has no function other"),
         (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
         (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is neither a file nor"),
+        (["--judge", "http://127.0.0.1:1"], "needs --judge-model NAME"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(run_dir, arguments, reason, capsys):
