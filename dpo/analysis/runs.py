@@ -176,14 +176,11 @@ def read_run(path: Path) -> LoggedRun:
 
 def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     """Read runs, each once. If two have the same name, all runs are named by their paths."""
-    runs = {}
-    for path in paths:
-        run = read_run(path)
-        runs[run.path] = run
-    if len({run.name for run in runs.values()}) < len(runs):
-        for run in runs.values():
+    runs = [read_run(path) for path in dict.fromkeys(map(Path.resolve, paths))]
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
             run.name = redact(str(run.path))
-    return list(runs.values())
+    return runs
 
 
 def _read_mapping(run: LoggedRun, name: str, read: Callable) -> dict:

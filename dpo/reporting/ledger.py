@@ -60,23 +60,18 @@ class Ledger(Appender):
                 row[f"{role}_tokens"] = n_tokens
                 metrics |= {f"policy_{role}": f"{scores}_{split}/{role}", f"reference_{role}": f"reference_{role}"}
             row |= {column: event.table[name][i].item() for column, name in metrics.items() if name in event.table}
-            if i in drawn:
-                row |= _describe_drawn(drawn[i])
+            if pair := drawn.get(i):
+                chosen, rejected = pair.pair
+                others = [answer for k, answer in enumerate(pair.answers) if k not in (pair.best, pair.worst)]
+                row |= {
+                    "tie": pair.is_tie,
+                    "prompt": pair.prompt,
+                    "chosen": chosen.text,
+                    "rejected": rejected.text,
+                    "others": [answer.text for answer in others],
+                    "score_chosen": chosen.score,
+                    "score_rejected": rejected.score,
+                    "score_others": [answer.score for answer in others],
+                }
             rows.append(row)
         append(self.run_dir / STREAM, rows)
-
-
-def _describe_drawn(drawn: OnlinePair) -> dict:
-    """Return the values of the columns that only pairs drawn by the policy have."""
-    chosen, rejected = drawn.pair
-    others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
-    return {
-        "tie": drawn.is_tie,
-        "prompt": drawn.prompt,
-        "chosen": chosen.text,
-        "rejected": rejected.text,
-        "others": [answer.text for answer in others],
-        "score_chosen": chosen.score,
-        "score_rejected": rejected.score,
-        "score_others": [answer.score for answer in others],
-    }
