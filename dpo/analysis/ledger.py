@@ -84,13 +84,13 @@ def read_ledger(run_dir: Path) -> pa.Table:
     return pa.concat_tables([rows for rows, _ in _read_appends(run_dir / STREAM)]).combine_chunks()
 
 
-def find_end(stream: Path, size: int) -> int:
+def find_end(path: Path, size: int) -> int:
     """Return the offset of the end of the last complete record batch within the first `size` bytes.
 
     If there is no such batch, this is the end of the schema; if the file is not a ledger, it is 0.
     """
     with suppress(InputError):
-        return max((end for _, end in _read_appends(stream) if end <= size), default=0)
+        return max((end for _, end in _read_appends(path) if end <= size), default=0)
     return 0
 
 

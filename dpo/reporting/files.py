@@ -87,7 +87,8 @@ class FileLogger(Appender):
 
     def on_update(self, update: Update) -> None:
         """Log the metrics, and keep the answers that the policy drew for a few prompts until the next evaluation."""
-        self._append_metrics("train", update.metrics, examples=update.n_examples, updates=update.number)
+        place = {"split": "train", "examples": update.n_examples, "updates": update.number}
+        self._append_metrics(place, update.metrics)
         self._drawn = []
         for drawn in list(update.drawn.values())[: self.plan.evaluation.n_eval_model_samples]:
             record = {
@@ -106,7 +107,8 @@ class FileLogger(Appender):
             self._drawn.append(record)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._append_metrics("eval", evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
+        place = {"split": "eval", "examples": evaluation.n_examples, "updates": evaluation.n_updates}
+        self._append_metrics(place, evaluation.metrics)
         heading = f"after {count(evaluation.n_examples, 'example')}, drawn by the last update"
         for record in self._drawn:
             self._append_record("samples.jsonl", record)
@@ -134,11 +136,9 @@ class FileLogger(Appender):
     def on_end(self) -> None:
         add_run_facts(self.run_dir, ended=timestamp())
 
-    def _append_metrics(self, split: str, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        record = {"split": split, "examples": examples, "updates": updates}
-        for name, value in metrics.items():
-            record[name] = value if math.isfinite(value) else None  # JSON has no NaN
-        self._append_record("metrics.jsonl", record)
+    def _append_metrics(self, place: Mapping, metrics: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self._append_record("metrics.jsonl", {**place, **finite})
 
     def _append_record(self, name: str, record: Mapping) -> None:
         self.append(name, [json.dumps(record, ensure_ascii=False)])
