@@ -362,7 +362,7 @@ def test_g_pictures_of_loss_and_rewards_texts_of_samples_and_the_model(run, tmp_
     run("run", "report=true", "sample_during_eval=true", "n_eval_model_samples=2", "export=true", "n_examples=8")
     files = [tmp_path / "run" / "report" / name for name in ("report.html", "loss.png", "rewards.png")]
     assert f"report: {files[0]}" in capsys.readouterr().out.splitlines()
-    assert "Complete after 2 of 2 updates" in files[0].read_text()
+    assert "complete, 2 of 2 updates" in files[0].read_text()
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
     assert "--- policy ---" in (tmp_path / "run" / "samples.txt").read_text()
     assert (tmp_path / "run" / "LATEST" / "hf" / "model.safetensors").exists()
