@@ -287,7 +287,7 @@ class Trainer(TrainerParts):
             self.list_parts(),
             step_idx=self.example_counter,
             metrics=metrics,
-            quality=None if metrics is None else sign * metrics.get(ranking_metric, math.nan),
+            quality=sign * (metrics or {}).get(ranking_metric, math.nan),
             facts={
                 "updates": self.batch_counter,
                 "evaluated": self.evaluated_at == self.example_counter,

@@ -192,20 +192,20 @@ class Checkpoints:
         *,
         step_idx: int,
         metrics: Mapping | None,
-        quality: float | None,
         facts: Mapping,
+        quality: float = math.nan,
         elsewhere: Path | None = None,
     ) -> None:
         """Save to `step-N`, and point LATEST to it, and BEST if its quality is the highest so far.
 
         With `elsewhere`, save to that directory, and set no links. `step_idx`, the reference code's name of N, is the
         number of examples trained on. `metrics` are those of an evaluation at this point, if there was one. `quality`
-        is the value that ranks checkpoints, where higher is better, and `facts` are for the manifest. Every process
-        must call it; unless the checkpoint is sharded, rank 0 alone writes.
+        is the value that ranks checkpoints, where higher is better, or NaN, and `facts` are for the manifest. Every
+        process must call it; unless the checkpoint is sharded, rank 0 alone writes.
         """
         self.wait()
         links = [] if elsewhere else ["LATEST"]
-        if links and quality is not None and quality > self.best:  # false for NaN
+        if links and quality > self.best:  # false for NaN
             self.best = quality
             self.best_at = step_idx
             links.append("BEST")

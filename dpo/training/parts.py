@@ -124,8 +124,7 @@ class TrainerParts(RunState):
             if resume_from and reference is not None and self.plan.follow_every:
                 load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
             return models
-        stored = resume_from or model.archive or (not model.random_init and model.name_or_path)
-        self.progress.line(f"loading the weights of {stored}" if stored else "drawing random weights")
+        self.progress.line(f"loading the model {resume_from or model.archive or model.name_or_path}")
         return model_loaders(self.plan, resume_from)
 
     def _make_models(self, models: tuple | None, resume_from: Path | None) -> tuple[Any, Reference | None, str | None]:

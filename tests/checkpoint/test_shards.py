@@ -28,7 +28,7 @@ def save_and_read(rank: int, world_size: int, dims: ParallelDims, trained: bool,
     model = build("llama, tied", on_meta=rank > 0).requires_grad_(trained)
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32, frozen_whole=not trained)
     checkpoints = Checkpoints(folder, mesh, keep=None, log=print, sharded=True)
-    checkpoints.save([ModelPart("policy", model)], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.save([ModelPart("policy", model)], step_idx=8, metrics=None, facts={})
     checkpoints.finish()
     expected = full_state(model.state_dict())
     if rank == 0:
@@ -48,7 +48,7 @@ def checkpoints(tmp_path):
 
 def save(checkpoints: Checkpoints, step: int, **options: Any) -> None:
     part = ModelPart("policy", torch.nn.Linear(2, 3))
-    checkpoints.save([part], **{"step_idx": step, "metrics": None, "quality": None, "facts": {}, **options})
+    checkpoints.save([part], **{"step_idx": step, "metrics": None, "facts": {}, **options})
 
 
 def test_training_goes_on_while_files_are_written_and_a_second_save_waits(checkpoints, monkeypatch, tmp_path, printed):
@@ -81,7 +81,7 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_save(is_always_whole, che
     )
     part = Part("trainer", SimpleNamespace(state_dict=lambda: state))
     monkeypatch.setattr(part, "is_always_whole", is_always_whole)
-    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.save([part], step_idx=8, metrics=None, facts={})
     state["counts"].append(2)
     state["weight"] += 1
     allowed.set()
@@ -100,7 +100,7 @@ class ConvertedPart(Part):
 
 def test_a_whole_part_has_its_further_files(checkpoints, tmp_path):
     part = ConvertedPart("policy", SimpleNamespace(state_dict=lambda: {"text": "as PEFT has it"}))
-    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.save([part], step_idx=8, metrics=None, facts={})
     checkpoints.finish()
     assert (tmp_path / "step-8" / "adapter.txt").read_text() == "as PEFT has it"
 
@@ -126,7 +126,7 @@ def test_a_save_without_memory_holds_one_part_at_a_time(sharded, checkpoints, tm
         return State()
 
     parts = [Part(name, SimpleNamespace(state_dict=state_dict)) for name in ("policy", "optimizer", "trainer")]
-    checkpoints.save(parts, step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.save(parts, step_idx=8, metrics=None, facts={})
     assert len(list((tmp_path / "step-8").glob("*.pt"))) == 3
 
 
@@ -135,7 +135,7 @@ def test_whole_parts_are_gathered_in_the_main_thread_also_without_memory(checkpo
     threads = []
     part = ConvertedPart("random", SimpleNamespace(state_dict=lambda: threads.append(threading.current_thread())))
     monkeypatch.setattr(part, "convert", lambda state: {})
-    checkpoints.save([part], step_idx=8, metrics=None, quality=None, facts={})
+    checkpoints.save([part], step_idx=8, metrics=None, facts={})
     assert (tmp_path / "step-8" / "random.pt").exists()
     assert threads == [threading.main_thread()]
 
