@@ -219,7 +219,8 @@ def add_adapter(
     model.requires_grad_(False)
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
-    _activate(_adapted_layers(model), name)
+    for layer in _adapted_layers(model):
+        layer.in_use = name
 
 
 def _find_targets(model: Any, targets: list[str], source: str) -> list[str]:
@@ -341,13 +342,9 @@ def seed_dropout(*numbers: int) -> None:
 
 def list_dropouts(model: Any) -> list[nn.Dropout]:
     """List the dropout modules of adapted layers; none if `lora.dropout` is 0."""
-    named = model.named_modules()
-    return [module for name, module in named if ".lora_dropout." in name and isinstance(module, nn.Dropout)]
-
-
-def _activate(layers: Iterable[AdaptedLayer], name: str | None) -> None:
-    for layer in layers:
-        layer.in_use = name
+    return [
+        module for name, module in model.named_modules() if ".lora_dropout." in name and isinstance(module, nn.Dropout)
+    ]
 
 
 def make_adapter_context(model: Any, name: str | None) -> Callable[[], AbstractContextManager]:
@@ -359,11 +356,13 @@ def make_adapter_context(model: Any, name: str | None) -> Callable[[], AbstractC
 
     @contextmanager
     def adapter_context() -> Iterator:
-        _activate(layers, name)
+        for layer in layers:
+            layer.in_use = name
         try:
             yield
         finally:
-            _activate(layers, POLICY)
+            for layer in layers:
+                layer.in_use = POLICY
 
     return adapter_context
 

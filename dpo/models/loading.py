@@ -50,9 +50,12 @@ def find_model_config(plan: Plan) -> Any:
 
 def make_structure(plan: Plan, dtype: str | None = None, n_blocks: int | None = None) -> Any:
     """Make the model on the meta device, without adapters, by default in the policy's dtype, and with all blocks."""
-    dtype = DTYPES[dtype or plan.model.policy_dtype]
-    attention = plan.model.attn_implementation
-    return load_structure(find_base(plan), dtype=dtype, attn_implementation=attention, n_blocks=n_blocks)
+    return load_structure(
+        find_base(plan),
+        dtype=DTYPES[dtype or plan.model.policy_dtype],
+        attn_implementation=plan.model.attn_implementation,
+        n_blocks=n_blocks,
+    )
 
 
 def make_policy_structure(plan: Plan, n_blocks: int | None = None) -> Any:

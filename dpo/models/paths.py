@@ -163,7 +163,7 @@ def find_model(
         plan = plan.change("model.random_init", False)
     if source.adapter and run_dir is None and list(source.adapter.glob("tokenizer*")):  # its own tokenizer
         plan = plan.change("model.tokenizer_name_or_path", str(source.adapter))
-    return find_base(_choose_template(plan, template, manifest, path))._replace(
+    return find_base(_choose_template(plan, template, manifest))._replace(
         archive=source.archive,
         adapter=source.adapter,
         run_dir=run_dir,
@@ -175,7 +175,6 @@ def _choose_template(
     plan: Plan,
     template: str | Path | None,
     manifest: Mapping,
-    path: Path,
 ) -> Plan:
     """Set a plan's chat template to the file `template`, else to the text that the checkpoint's manifest keeps.
 
@@ -192,8 +191,8 @@ def _choose_template(
         return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
     if plan.chat.chat_template is not None:
         raise InputError(
-            f"{path} is of a run that kept the path of its chat template, {plan.chat.chat_template}, and not the text: "
-            f"add --template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
+            f"the run kept the path of its chat template, {plan.chat.chat_template}, and not the text: add --template "
+            f"FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
         )
     return plan
 

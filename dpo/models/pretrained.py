@@ -23,7 +23,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, adapter_weights, base_weights, count_parameters, list_dropouts
 from dpo.models.attention import choose_attention, find_attention
-from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, draw_head, find_scalar_head, install_scalar_head
+from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath, find_archive
 from dpo.models.published import Tensors, map_weights, replace_by_stubs, set_names_in_class
 from dpo.numbers import percent
@@ -120,14 +120,13 @@ def load_onto(device_map: str | dict | None, load: Callable, **options: Any) -> 
     Without accelerate, weights go to a device by way of the CPU. Raises InputError if the model does not fit on the
     devices.
     """
-    has_accelerate = transformers.utils.is_accelerate_available()
-    if has_accelerate:
+    if transformers.utils.is_accelerate_available():
         options["device_map"] = device_map
     model, loading = load(**options, output_loading_info=True)
     if not isinstance(device_map, dict) or "" not in device_map:  # "" stands for the whole model, on one device
         refuse_offloading(model)
-    elif not has_accelerate:
-        model = model.to(device_map[""])
+    else:
+        model = model.to(device_map[""])  # where it is already, with accelerate
     return model, loading
 
 
@@ -221,8 +220,9 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
             name = "lm_head.weight"
         if name in expected or not OBSOLETE_BUFFER.search(str(name)):
             named[name] = tensor
-    if find_scalar_head(model) is not None and HEAD_WEIGHT not in named:  # the weights of a language model
-        named = {name: tensor for name, tensor in named.items() if name not in LM_HEAD}
+    if HEAD_WEIGHT in expected and HEAD_WEIGHT not in named:  # the weights of a language model
+        for name in LM_HEAD:
+            named.pop(name, None)
         del expected[HEAD_WEIGHT]
     # Tied weights are one object with several names in the model, and a file may have any of these names.
     in_file = {expected.get(name) for name in named}  # the model's weights for which the file has a value

@@ -170,13 +170,10 @@ def match_names(weights: Tensors, stored: Tensors, optional: Set[str]) -> dict[s
     the submodule with most of the weights, such as `model` of Llama. The `optional` weights may be missing.
     """
     body_prefix = mode(name.partition(".")[0] for name in weights) + "."
-    body = {}  # name without the prefix -> name
-    head = {}
-    for name in weights:
-        group = body if name.startswith(body_prefix) else head
-        group[name.removeprefix(body_prefix)] = name
     names = {}
-    for group in (body, head):
+    for is_body in (True, False):
+        # By the name without the prefix.
+        group = {name.removeprefix(body_prefix): name for name in weights if name.startswith(body_prefix) == is_body}
         required = {short: name for short, name in group.items() if name not in optional}
         first = next(iter(required or group), "")
         # The candidates are all prefixes with which `stored` has the first weight; the dots keep whole components.
