@@ -184,31 +184,31 @@ def load_base(
     return base
 
 
-def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
+def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> Any:
     """Load the policy, not yet distributed; `policy` is a model, or a function that loads one.
 
-    The second value is the reference's digest if the policy's frozen weights are the reference; it is None otherwise,
-    and on all ranks but 0.
+    Its `frozen_digest` is that of the reference, if its frozen weights are the reference; else, and on all ranks but 0,
+    it is None.
     """
     start = find_start(plan) if plan.lora else ModelPath()
     adapters = {POLICY: resume_from or start.adapter} if plan.lora else {}
     if plan.reference == "adapter":
         adapters[REFERENCE] = start.adapter
     is_reference = plan.lora is not None and plan.reference != "model"
-    model, digest = _load_on_all_ranks(policy, plan, adapters, resume_from, is_reference=is_reference)
+    model = _load_on_all_ranks(policy, plan, adapters, resume_from, is_reference=is_reference)
     if plan.lora and (start.archive is not None or not plan.model.random_init):
         base = resolve_name(str(start.archive or plan.model.name_or_path))
         model.adapter_configs[POLICY]["base_model_name_or_path"] = base
-    return model, digest
+    return model
 
 
-def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> tuple[Any, str | None]:
-    """Load a separate reference, as `load_policy` does; the digest is None if the reference will follow the policy."""
+def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> Any:
+    """Load a separate reference, as `load_policy` does; it has no digest if it will follow the policy."""
     directory = find_start(plan).adapter
     adapters = {REFERENCE: directory} if directory else {}
     is_frozen = plan.follow_every is None
-    model, digest = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=is_frozen)
-    return model.eval().requires_grad_(False), digest
+    model = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=is_frozen)
+    return model.eval().requires_grad_(False)
 
 
 def _load_on_all_ranks(
@@ -218,8 +218,8 @@ def _load_on_all_ranks(
     resume_from: Path | None,
     *,
     is_reference: bool,
-) -> tuple[Any, str | None]:
-    """Load a model on rank 0, then its structure on other ranks, and add adapters; return it with its digest.
+) -> Any:
+    """Load a model on rank 0, then its structure on other ranks, add adapters, and set its `frozen_digest`.
 
     `original` is a function that loads it, or a model. The digest is None unless `is_reference`, and on all
     ranks but 0. Raises InputError if the checkpoint `resume_from` has another one.
@@ -232,7 +232,7 @@ def _load_on_all_ranks(
     # Only the tensors of a file tell whether a head is tied, and rank 0 alone reads them.
     untie(model, from_rank_0(list_ties(model)))
 
-    def adapt_and_hash() -> str | None:
+    def adapt_and_hash() -> None:
         if POLICY in adapters and is_rank_0():
             model.base_digest = hash_weights(base_weights(model))  # before it is quantized, as an export loads it
         _prepare(model, plan, adapters)
@@ -240,8 +240,9 @@ def _load_on_all_ranks(
             for block in find_blocks(model, plan.model.block_name):
                 # Keep dropout out of Inductor's kernels: Triton fails on some that combine dropout and a norm.
                 block.compile(dynamic=True, options={"fallback_random": True})
+        model.frozen_digest = None
         if not is_reference or not is_rank_0():
-            return None
+            return
         facts = (plan.model.autocast or plan.reference_dtype, REFERENCE if REFERENCE in adapters else None)
         digest = model_digest(model, *facts, with_config=False)
         if resume_from:
@@ -251,9 +252,10 @@ def _load_on_all_ranks(
                     "the reference or base model has changed since the checkpoint: restore its files "
                     "(model.name_or_path, model.archive), or start a new run"
                 )
-        return digest
+        model.frozen_digest = digest
 
-    return model, after_rank_0("a model's adapters", adapt_and_hash)
+    after_rank_0("a model's adapters", adapt_and_hash)
+    return model
 
 
 def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> Any:

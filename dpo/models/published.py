@@ -99,32 +99,30 @@ def map_weights(structure: Any, source: Any) -> Tensors:
         weights = {}
         try:
             for own, pieces in parts.items():
-                weights[own] = pieces[0][1]
-                if len(pieces) > 1:
-                    weights[own] = SplitTensor(expected[own].shape, weights[own].dtype, pieces)
-        except ValueError:  # pieces of several dtypes
+                _, first = pieces[0]
+                weights[own] = SplitTensor(expected[own].shape, first.dtype, pieces)
+                if len(pieces) == 1:
+                    weights[own] = first
+        except ValueError:  # pieces of several dtypes, or that are not boxes
             return {}
         return weights
     return {}
 
 
 def _find_box(view: Tensor, whole: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Find where a view of a contiguous tensor begins in each dim, and its length there; None if it is not a box.
+    """Find where a view of a contiguous tensor begins in each dim, and its length there; None for other strides.
 
     The view may lack the first dims, which an index has taken away, as that of an expert.
     """
     n_missing = whole.ndim - view.ndim
     if view.stride() != whole.stride()[n_missing:]:
         return None
-    lengths = (1,) * n_missing + tuple(view.shape)
     begin = []
     offset = int(view.storage_offset())
-    for stride, length, n in zip(whole.stride(), lengths, whole.shape, strict=True):
-        start, offset = divmod(offset, stride)
-        if start + length > n:
-            return None
-        begin.append(start)
-    return tuple(begin), lengths
+    for stride in whole.stride():
+        begin.append(offset // stride)
+        offset %= stride
+    return tuple(begin), (1,) * n_missing + tuple(view.shape)
 
 
 def replace_by_stubs(structure: Any, state: Tensors) -> tuple[Tensors, Tensors]:

@@ -52,7 +52,7 @@ class TrainerParts(RunState):
         self.progress = Progress(plan, silent=rank != 0)
         self.mesh = mesh = Mesh(rank, plan.dims, timeout_secs=plan.run.collective_timeout_secs)
         self.stop = StopRequest(mesh)
-        policy, reference, frozen_digest = self._make_models(models, resume_from)
+        policy, reference = self._make_models(models, resume_from)
         self.policy = policy
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
@@ -79,7 +79,7 @@ class TrainerParts(RunState):
         self.callbacks = Callbacks(list_callbacks(), context, terminal=self.progress)
         super().__init__(  # what the part `trainer` of a checkpoint has
             reference,
-            frozen_digest,
+            getattr(policy, "frozen_digest", None),
             objective=self.objective,
             loss_scale=self.objective.loss_scale,
             **self.batches.states,
@@ -127,8 +127,8 @@ class TrainerParts(RunState):
         self.progress.line(f"loading the model {resume_from or model.archive or model.name_or_path}")
         return model_loaders(self.plan, resume_from)
 
-    def _make_models(self, models: tuple | None, resume_from: Path | None) -> tuple[Any, Reference | None, str | None]:
-        """Load and distribute policy and reference; return them, and the digest of the policy's frozen weights, if any.
+    def _make_models(self, models: tuple | None, resume_from: Path | None) -> tuple[Any, Reference | None]:
+        """Load and distribute policy and reference, if the run has one.
 
         The reference is the policy with another adapter or none, or a separate model. Raises InputError if the policy's
         vocabulary or its positions do not suffice for the data.
@@ -136,7 +136,7 @@ class TrainerParts(RunState):
         plan = self.plan
         frozen_whole = agree_on_frozen_weights(plan, self.mesh, self.progress)
         policy, reference_model = self._find_models(models, resume_from)
-        policy, frozen_digest = load_policy(policy, plan, resume_from)
+        policy = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, plan.data.max_length)
         if plan.training.activation_checkpointing:
@@ -146,14 +146,15 @@ class TrainerParts(RunState):
         logps = make_reference_logps(plan, self.data)
         if plan.reference in ("base", "adapter"):
             adapter = REFERENCE if plan.reference == "adapter" else None
-            reference = Reference(policy, frozen_digest, logps, make_adapter_context(policy, adapter))
+            reference = Reference(policy, policy.frozen_digest, logps, make_adapter_context(policy, adapter))
         elif reference_model is not None:
-            model, digest = load_reference(reference_model, plan, resume_from)
+            model = load_reference(reference_model, plan, resume_from)
+            digest = model.frozen_digest
             model = place(plan, model, self.mesh, frozen_whole=frozen_whole, compute_dtype=plan.reference_dtype)
             reference = Reference(model, digest, logps)
         elif plan.reference:
             raise InputError(f"loss={plan.loss.name} needs a reference model")
-        return policy, reference, frozen_digest
+        return policy, reference
 
 
 def make_reference_logps(plan: Plan, data: TrainingData) -> ReferenceLogps:

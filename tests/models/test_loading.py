@@ -61,7 +61,7 @@ def test_an_adapter_is_named_by_its_run_its_checkpoint_or_its_policy(adapter, tm
 
 def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
     plan = check(*TO_ADAPTER, f"model.archive={adapter}")
-    policy, _ = load_policy(model_loaders(plan)[0], plan, None)
+    policy = load_policy(model_loaders(plan)[0], plan, None)
     theirs = load_file(adapter / "LATEST" / WEIGHTS)
     for name in (POLICY, REFERENCE):
         ours = {f"base_model.model.{key}": weight for key, weight in adapter_weights(policy, name).items()}
@@ -115,7 +115,7 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
     (sft / "step-8" / "policy.pt").touch()
     (sft / "LATEST").symlink_to("step-8")
     plan = resolve(compose(*command("run", "lora=lora", f"model.archive={sft}")))
-    model, _ = load_policy(build("llama"), plan, None)
+    model = load_policy(build("llama"), plan, None)
     base = json.loads(policy_part(model).convert({})[CONFIG])["base_model_name_or_path"]
     assert base == str(sft / "step-8" / "policy.pt")
 

@@ -61,7 +61,7 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, run
     run("run", "lora=lora", "lr=1e-2", "model.policy_dtype=bfloat16", "model.reference_dtype=null", "n_examples=8")
     config, checkpoint = OmegaConf.load(run_dir / "config.yaml"), run_dir / "LATEST"
     plan = resolve(config)
-    trained, _ = load_policy(model_loaders(plan)[0], plan, checkpoint)
+    trained = load_policy(model_loaders(plan)[0], plan, checkpoint)
 
     loaded = run_card(checkpoint / "hf")
 

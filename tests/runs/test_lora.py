@@ -117,7 +117,7 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     directory = finished(*QLORA) / "LATEST"
     assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
     plan = resolve(compose(*command("test", *QLORA)))
-    ours, _ = load_policy(model_loaders(plan)[0], plan, directory)
+    ours = load_policy(model_loaders(plan)[0], plan, directory)
     assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
     base = quantize(load_tiny())
     before = base(IDS).logits
