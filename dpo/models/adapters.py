@@ -5,7 +5,6 @@ The adapter named `policy` is trained; the one named `reference`, if there is on
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -52,7 +51,7 @@ KNOWN_KEYS = (
     "fan_in_fan_out",
 )
 SAVED_HEADS = {HEAD, "classifier"}  # scalar heads in PEFT's `modules_to_save`: it lists both, although a model has one
-FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
+FACTORS = (".lora_A.weight", ".lora_B.weight")  # the ends of weights' names
 
 
 # --- files in PEFT's format ------------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ def read_adapter(directory: Path) -> tuple[dict, Tensors]:
                 continue
             unsupported.append(f"{key}={value}")
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-    unknown = [name for name in sorted(weights) if name != HEAD_WEIGHT and not FACTOR_NAME.fullmatch(name)]
+    unknown = [name for name in sorted(weights) if name != HEAD_WEIGHT and not name.endswith(FACTORS)]
     unsupported += unknown[:3]
     if unsupported:
         raise InputError(
@@ -98,7 +97,7 @@ def read_adapter(directory: Path) -> tuple[dict, Tensors]:
 
 def _list_layers(names: Iterable[str]) -> list[str]:
     """List the names of the layers to which an adapter's weights belong."""
-    return sorted({match[1] for match in map(FACTOR_NAME.fullmatch, names) if match})
+    return sorted({name.partition(".lora_")[0] for name in names if name.endswith(FACTORS)})
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -113,29 +112,19 @@ class AdaptedLayer(nn.Module):
     def __init__(self, base_layer: Any):
         super().__init__()
         self.base_layer = base_layer
-        if isinstance(base_layer, Conv1D):  # GPT-2's, whose weight is (in_features, out_features)
-            self.in_features, self.out_features = base_layer.weight.shape
-        else:
-            self.in_features = base_layer.in_features
-            self.out_features = base_layer.out_features
         self.lora_A: Any = nn.ModuleDict()  # modules by the adapter's name, as in the next two
         self.lora_B: Any = nn.ModuleDict()
         self.lora_dropout: Any = nn.ModuleDict()
         self.scaling: dict[str, float] = {}  # alpha / r by the adapter's name
         self.in_use: str | None = None  # the active adapter's name
 
-    def add(
-        self,
-        name: str,
-        r: int,
-        alpha: float,
-        *,
-        dropout: float,
-        generator: torch.Generator,
-    ) -> None:
+    def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
         """Add an adapter, not yet active; A is drawn as in PEFT, and B is 0, so it adds 0 to the output."""
-        a = nn.utils.skip_init(FactorA, self.in_features, r, bias=False)
-        b = nn.utils.skip_init(FactorB, r, self.out_features, bias=False)
+        base = self.base_layer
+        n_in = getattr(base, "in_features", None) or base.nx  # as GPT-2's Conv1D calls it
+        n_out = getattr(base, "out_features", None) or base.nf
+        a = nn.utils.skip_init(FactorA, n_in, r, bias=False)
+        b = nn.utils.skip_init(FactorB, r, n_out, bias=False)
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5), generator=generator)
         nn.init.zeros_(b.weight)
         self.lora_A[name] = a.to(self.weight.device)
@@ -312,7 +301,7 @@ def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Ten
     load_adapter(model, directory)
     for layer in _adapted_layers(model):
         added = layer.scaling[POLICY] * (layer.lora_B[POLICY].weight @ layer.lora_A[POLICY].weight)
-        if isinstance(layer.base_layer, Conv1D):
+        if isinstance(layer.base_layer, Conv1D):  # whose weight is (in_features, out_features)
             added = added.T
         base_dtype = layer.weight.dtype
         sum_dtype = base_dtype if dtype in (None, base_dtype) else torch.float32

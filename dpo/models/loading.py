@@ -60,10 +60,10 @@ def make_structure(plan: Plan, dtype: str | None = None, n_blocks: int | None = 
 
 def make_policy_structure(plan: Plan, n_blocks: int | None = None) -> Any:
     """Make the policy on the meta device, quantized and with its adapters, by default with all blocks."""
-    adapters = [POLICY] if plan.lora else []
+    adapters: dict = {POLICY: None} if plan.lora else {}
     if plan.reference == "adapter":
-        adapters.append(REFERENCE)
-    return _prepare(make_structure(plan, n_blocks=n_blocks), plan, dict.fromkeys(adapters))
+        adapters[REFERENCE] = None
+    return _prepare(make_structure(plan, n_blocks=n_blocks), plan, adapters)
 
 
 def find_start(plan: Plan) -> ModelPath:
@@ -156,13 +156,7 @@ def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable
     return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
 
 
-def load_base(
-    source: ModelPath,
-    dtype: torch.dtype | None,
-    *,
-    attention: str | None = None,
-    **options: Any,
-) -> Any:
+def load_base(source: ModelPath, dtype: torch.dtype | None, *, attention: str | None = None, **options: Any) -> Any:
     """Load a model without its adapter; InputError if its weights do not have the recorded digest.
 
     The default dtype is the config's, the default attention the plan's; `options` are those of `load_model`.
@@ -212,12 +206,7 @@ def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> Any:
 
 
 def _load_on_all_ranks(
-    original: Any,
-    plan: Plan,
-    adapters: dict[str, Path | None],
-    resume_from: Path | None,
-    *,
-    is_reference: bool,
+    original: Any, plan: Plan, adapters: dict[str, Path | None], resume_from: Path | None, *, is_reference: bool
 ) -> Any:
     """Load a model on rank 0, then its structure on other ranks, add adapters, and set its `frozen_digest`.
 

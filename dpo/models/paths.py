@@ -171,11 +171,7 @@ def find_model(
     )
 
 
-def _choose_template(
-    plan: Plan,
-    template: str | Path | None,
-    manifest: Mapping,
-) -> Plan:
+def _choose_template(plan: Plan, template: str | Path | None, manifest: Mapping) -> Plan:
     """Set a plan's chat template to the file `template`, else to the text that the checkpoint's manifest keeps.
 
     Raises InputError if the run kept only the path of its template. That file is not read, as it may have changed, and
