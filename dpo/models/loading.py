@@ -77,7 +77,7 @@ def find_start(plan: Plan) -> ModelPath:
     start = locate_weights(archive)
     if start.adapter is None and plan.reference == "adapter":
         raise InputError(
-            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: set it to one, or set "
+            f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: name one, or set "
             "lora.reference=base"
         )
     # With lora.reference=base the reference would be the adapter's base alone.

@@ -139,7 +139,7 @@ def find_model(
         if model is not None and source.adapter:
             source = ModelPath(model, adapter=source.adapter)  # without the base or archive that the adapter names
     run_dir = None
-    run_plan = None
+    plan = resolve({})
     manifest = {}
     if source.policy_file:  # another program's adapter has none, and a config.yaml beside it is not a run's
         folder = source.policy_file.parent
@@ -151,13 +151,11 @@ def find_model(
     if run_dir is not None:
         # Only these keys have an effect here, so wrong values of other keys are accepted.
         decisive = ("model.", "lora.", "loss.name", "online.name", "datasets", "chat_template", "seed", "trainer")
-        run_plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
-    base = model or source.name
-    if not base:
-        if run_plan is None:
-            raise InputError(f"{path} names no base, and its run's {RUN_CONFIG} is not beside it: add --model")
-        base = run_plan.model.name_or_path
-    plan = (run_plan or resolve({})).change("model.name_or_path", base)
+        plan = read_plan(run_dir / RUN_CONFIG, prefixes=decisive)
+    if name := model or source.name:
+        plan = plan.change("model.name_or_path", name)
+    elif run_dir is None:
+        raise InputError(f"{path} names no base, and its run's {RUN_CONFIG} is not beside it: add --model")
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if source.adapter and model:  # the given base has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
