@@ -285,7 +285,18 @@ def check_positions(model: Any, max_length: int) -> None:
 def list_limits(model: Any) -> list[tuple[float, str]]:
     """List limits on the tokens of a row, each with its reason; infinity where there is no limit."""
     config = model.config.get_text_config()
-    limits = [(count_positions(model), "the number of its positions")]
+    limits = [(math.inf, "")]
+    n_positions = getattr(config, "max_position_embeddings", 0)
+    is_limited = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's table
+    for table in model.modules():
+        is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
+        # OPT's table has `offset` more rows than positions.
+        if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:
+            is_limited = True
+            if table.padding_idx is not None:  # RoBERTa's positions begin after the padding's index
+                n_positions -= table.padding_idx + 1
+    if is_limited:
+        limits.append((n_positions, "the number of its positions"))
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):  # a kind of layers may have parameters of its own
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
@@ -295,20 +306,6 @@ def list_limits(model: Any) -> list[tuple[float, str]]:
                 length = rope["original_max_position_embeddings"]
             limits.append((length, f"beyond which rope_type={kind} makes log-probabilities depend on other rows"))
     return limits
-
-
-def count_positions(model: Any) -> float:
-    """Return the number of positions in a model's table of position embeddings; infinity if it has no table."""
-    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
-    for table in model.modules():
-        is_table = isinstance(table, nn.Embedding) and table is not model.get_input_embeddings()
-        # OPT's table has `offset` more rows than positions.
-        if is_table and table.num_embeddings - getattr(table, "offset", 0) == n_positions:
-            if table.padding_idx is not None:  # RoBERTa's positions begin after the padding's index
-                n_positions -= table.padding_idx + 1
-            return n_positions
-    is_buffer = any(name.endswith("embed_positions") for name, _ in model.named_buffers())  # GPT-J's table
-    return n_positions if is_buffer else math.inf
 
 
 def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:

@@ -21,8 +21,6 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
 from dpo.models.pretrained import (
-    check_positions,
-    count_positions,
     disable_dropout,
     list_limits,
     load_onto,
@@ -247,8 +245,6 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     refuse_missing_weights(loading, key, f"{advice}, saved with its head")
     disable_dropout(model)
-    with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
-        check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
     form = plan.online.reward_format
     if form is None and getattr(model_config, FORMAT_KEY, None) == POLICY_FORMAT:
         form = POLICY_FORMAT
