@@ -119,18 +119,16 @@ class LoggedRun:
         The baseline, with which to compare the sample, is the reference's answer or, without one, the policy's first
         answer to the prompt; None if there is neither. `label` says which it is.
         """
-        if not self.samples:
-            return []
         compared = []
-        earliest = self.samples[0]["examples"]
-        first = {sample["prompt"]: sample["policy"] for sample in self.samples if sample["examples"] == earliest}
+        first = {sample["prompt"]: sample for sample in reversed(self.samples)}  # the first of each prompt
         for sample in self.samples:
             if sample["examples"] == self.samples[-1]["examples"]:
                 label = "Reference"
                 baseline = sample["reference"]
-                if baseline is None and sample["examples"] > earliest:
-                    label = f"Policy after {count(earliest, 'example')}"
-                    baseline = first.get(sample["prompt"])
+                earlier = first[sample["prompt"]]
+                if baseline is None and earlier["examples"] < sample["examples"]:
+                    label = f"Policy after {count(earlier['examples'], 'example')}"
+                    baseline = earlier["policy"]
                 compared.append((sample, label, baseline))
         return compared
 
