@@ -121,14 +121,11 @@ def find_better_checkpoint(run: LoggedRun) -> str:
 
 
 def find_unfinished_warmup(run: LoggedRun) -> str:
-    """A complete run stayed below its lr."""
-    peak = number(run.setting("lr"))
-    largest = np.max(run.train.points("lr")[1], initial=0)
-    # `lr_scaling` multiplies by a factor that is not recorded; earlier versions did not have it.
-    is_scaled = run.setting("lr_scaling") not in (None, "none")
-    if run.state != "complete" or is_scaled or not 0 < largest < 0.999 * peak:
+    """The lr of a complete run still rose at the last update."""
+    _, rates = run.train.points("lr")
+    if run.state != "complete" or len(rates) < 2 or rates[-1] <= rates[-2]:
         return ""
-    return f"lr {largest:.3g} at most, of {peak:.3g}, in {count(run.updates, 'update')}"
+    return f"lr {rates[-1]:.3g} and rising in the last of {count(run.updates, 'update')}"
 
 
 def find_clipping(run: LoggedRun) -> str:

@@ -84,8 +84,9 @@ def describe_change(run: LoggedRun) -> str:
     if changes:
         names = RESPONSES.get(run.objective.trains_on, {})
         moved = ", ".join(f"{names.get(role, role)} {signed(change)}" for role, change in changes.items())
-        rounded = f"(rounding: {figure(rounding, 1)})"
-        facts.append(f"the log-probability per token of held-out responses moved: {moved} {rounded}")
+        if rounding:  # 0: the dtypes are not known
+            moved += f" (rounding: {figure(rounding, 1)})"
+        facts.append(f"the log-probability per token of held-out responses moved: {moved}")
     # 16-bit weights may be too coarse for the steps of a small lr.
     if run.train.last("changed_weights") == 0 and not n_differ and largest <= rounding:
         facts = ["no weight changed in the first update at the full lr", *facts]

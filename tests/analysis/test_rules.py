@@ -85,7 +85,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
      changed(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
      "loss/eval 0.55 at 200 examples, 0.8 at last"),
     ("The run ended within", changed(HEALTHY, **train(lr=lambda k: 1e-8 * k / 10)),
-     "lr 1e-07 at most"),
+     "lr 1e-07 and rising"),
     ("Samples are empty", changed(HEALTHY, **sampled(["", " \n"] * 4 + ANSWERS[8:])),
      "8 of 16 samples; of the reference"),
     ("Samples are empty", changed(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
