@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
 
 import tqdm
 
@@ -28,15 +28,6 @@ REPLY_MARK = r'\{"key": "\w{16}", "reply": '  # pattern of the beginning of the 
 ERRORS = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
 
 
-class _NoRedirects(HTTPErrorProcessor):
-    """Returns every response as it is; following a redirect could send the key to another host."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        return response
-
-    https_response = http_response
-
-
 class Server:
     """Asks a server one question per call, with several calls at a time.
 
@@ -50,20 +41,25 @@ class Server:
         self.parallel = parallel
         self.timeout = timeout
         self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
-        self._key = (os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")).strip()
-        if not re.fullmatch("[!-~]*", self._key):  # a header cannot hold other characters
+        self._headers = {"Content-Type": "application/json"}
+        key = (os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")).strip()
+        if not re.fullmatch("[!-~]*", key):  # a header cannot hold other characters
             raise InputError("JUDGE_API_KEY or OPENAI_API_KEY has a space, line break or the like: remove it")
-        REMEMBERED.add(self._key)  # so that `redact` removes it from texts
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+            REMEMBERED.add(key)  # so that `redact` removes it from texts
         if "@" in self.url:
             raise InputError("--judge URL has a user or password: set the key in JUDGE_API_KEY instead")
-        handlers = [_NoRedirects()]
-        if THIS_MACHINE.match(self.url):  # a proxy would get key and questions, and would answer itself
-            handlers.append(ProxyHandler({}))
-        elif self._key and not self.url.lower().startswith("https://"):
-            raise InputError(
-                f"--judge {url} would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted: use https"
-            )
-        self._opener = build_opener(*handlers)
+        # An opener with these handlers alone follows no redirect, which could send the key to another host.
+        self._opener = OpenerDirector()
+        self._opener.add_handler(HTTPHandler())
+        self._opener.add_handler(HTTPSHandler())
+        if not THIS_MACHINE.match(self.url):
+            if key and not self.url.lower().startswith("https://"):
+                raise InputError(
+                    f"--judge {url} would send the key of JUDGE_API_KEY or OPENAI_API_KEY unencrypted: use https"
+                )
+            self._opener.add_handler(ProxyHandler())  # for this machine, it would get the key and answer itself
 
     def ask_all(self, questions: list[str]) -> list[str | Exception]:
         """Return the reply to each question, or the error that prevented it."""
@@ -98,10 +94,7 @@ class Server:
 
         Makes up to N_TRIES tries while the server is busy or cannot be reached, then raises one of ERRORS.
         """
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = Request(self.url + "/chat/completions", json.dumps(body).encode(), headers)
+        request = Request(self.url + "/chat/completions", json.dumps(body).encode(), self._headers)
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
             status = 503  # a call without a reply counts as busy
