@@ -4,7 +4,7 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import tqdm
@@ -85,7 +85,7 @@ class Progress(Callback):
     def line(self, text: str) -> None:
         """Print a message; a bar is redrawn below."""
         if not self.silent:
-            with tqdm.tqdm.external_write_mode(file=_find_original_stdout()) if self.show_bar else nullcontext():
+            with tqdm.tqdm.external_write_mode(file=_find_original_stdout()):
                 print(text, flush=True)
 
     def close(self) -> None:
