@@ -6,16 +6,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.errors import InputError, explaining, explaining_library, one_sentence, suggest
+from dpo.errors import InputError, explaining_library, one_sentence, suggest
 from dpo.plugins import DATASETS, READERS
 from dpo.redaction import shorten
-from dpo.settings.keys import are_names, compose_config, find_removed, is_text
+from dpo.settings.keys import are_names, compose_config, is_text
 from dpo.system.plain_files import write_file
 from dpo.system.run_directory import FACTS, get_local_dir
 
@@ -119,9 +119,7 @@ class Source(NamedTuple):
         """Parse `dataset_sources.NAME`: a path or Hub id, or a mapping with it; InputError for anything else."""
         key = f"dataset_sources.{name}"
         options = value if isinstance(value, Mapping) else {"path": value}
-        for option, setting in options.items():
-            if removed := find_removed(f"{key}.{option}", setting):
-                raise InputError(removed)
+        for option in options:
             if option not in cls._fields:
                 raise InputError(f"{key} has the unknown key {option}: it may have {', '.join(cls._fields)}")
         if not is_text(options.get("path")):
@@ -137,12 +135,13 @@ class Source(NamedTuple):
         if not are_valid or (name in BUILT_IN and (columns or source.reader)):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to your columns, such as "
-                f"{{prompt: question, chosen: best}}; {', '.join(OPTIONAL_FIELDS)} may be null; the columns of "
-                f"{', '.join(BUILT_IN)} are fixed, and no reader reads their rows"
+                f"{{prompt: question}}; {', '.join(OPTIONAL_FIELDS)} may be null; {', '.join(BUILT_IN)} take neither "
+                f"columns nor reader"
             )
         if source.reader not in (None, *READERS):
-            known = ", ".join(READERS) or "those that plugins add, which are none here"
-            raise InputError(f"{key}.reader={source.reader} must be one of {known}")
+            raise InputError(
+                f"{key}.reader={source.reader} must be one that plugins add, of which there are {[*READERS]}"
+            )
         subset = source.subset  # its name may be a number
         return source._replace(columns=columns, subset=subset and str(subset))
 
@@ -202,19 +201,15 @@ def find_source(name: str, sources: Mapping) -> Source:
 
     Raises InputError for a wrong source, and for another name without one.
     """
-    value = sources.get(name)
-    if value is None:
-        value = BUILT_IN.get(name) or None
-    if value is not None:
-        return Source.parse(name, value)
+    if sources.get(name) is not None:
+        return Source.parse(name, sources[name])
     if name in BUILT_IN or name in DATASETS:
-        return Source("")
-    with explaining(InputError, lambda why: InputError(f"datasets names {name}: {why}")):
-        check_exists(find_local(name))
-        raise InputError(
-            f"it is neither one of {', '.join(BUILT_IN)} nor a file, directory or Hub id, or it is named like another "
-            f"dataset; say where it is with dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
-        )
+        return Source(BUILT_IN.get(name, ""))
+    check_exists(find_local(name))
+    raise InputError(
+        f"datasets names {name}, which is neither one of {', '.join(BUILT_IN)} nor a file, directory or Hub id, or has "
+        f"the name of another dataset: set dataset_sources.NAME=DIR_FILE_OR_HUB_ID"
+    )
 
 
 def find_dataset_problems(datasets: Sequence[str], sources: Any) -> Iterator[Problem]:
@@ -248,7 +243,7 @@ def store_rows(config: Mapping) -> dict:
         values["datasets"] = ["rows"]
     local_dir = get_local_dir(values.get("local_dirs") or compose_config()["local_dirs"])
     for name, rows in sources.items():
-        if _are_rows(rows) or rows == []:
+        if _are_rows(rows):
             sources[name] = _store(rows, name, local_dir)
     if sources:
         values["dataset_sources"] = sources
@@ -267,8 +262,6 @@ def _simplify(value: Any) -> Any:
 
     Values of numpy and pandas become Python's; dates and the like become text. Raises TypeError if there is no text.
     """
-    if isinstance(value, Set):
-        return sorted(value, key=repr)
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if hasattr(value, "tolist"):
@@ -282,24 +275,18 @@ def _simplify(value: Any) -> Any:
 
 def _store(rows: Any, name: str, local_dir: str) -> str:
     """Write rows to a file that is named after its content; return its path."""
-    if not rows:
-        raise InputError(f"dataset_sources.{name} holds no records: pass some")
     problem = f"dataset_sources.{name}: its rows cannot be written"
     with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
         if isinstance(rows, list):
             suffix = ".jsonl"
-            lines = [json.dumps(dict(row), default=_simplify) + "\n" for row in rows]
-            content = "".join(lines).encode()
+            content = "".join(json.dumps(dict(row), default=_simplify) + "\n" for row in rows).encode()
         else:  # a `datasets.Dataset`; Parquet keeps the names of its classes, and JSON would not
             suffix = ".parquet"
             buffer = io.BytesIO()
             rows.to_parquet(buffer)
             content = buffer.getvalue()
-    folder = Path(local_dir, ROWS_FOLDER).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
-    if not file.exists():
+    file = Path(local_dir, ROWS_FOLDER, f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}").absolute()
+    if not file.exists() or file.read_bytes() != content:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, content)
-    elif file.read_bytes() != content:
-        raise InputError(f"dataset_sources.{name}: {file} does not hold the rows that were written: move it away")
     return str(file)
