@@ -10,6 +10,7 @@ from dpo.redaction import redact
 
 MAX_MESSAGE = 300  # characters of a library's message
 ADVICE_BY_WORDS = {  # what to do about errors of the system and of NCCL, by words in their messages
+    "codec can't decode": "save it as UTF-8, in a spreadsheet as CSV UTF-8",
     "Too many open files": "raise the hard limit of open files (ulimit -Hn shows it), or use fewer processes",
     "NCCL": "NCCL_DEBUG=INFO shows the cause: often the network (NCCL_SOCKET_IFNAME) or a small /dev/shm",
 }

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -55,7 +55,7 @@ class TrainingData:
     train: PromptTable
     test: PromptTable
     reports: dict[str, SplitReport]  # by split
-    notes: list[str]  # sentences about what was noticed when the datasets were loaded
+    facts: Mapping  # what `build_table` counted
     examples_per_epoch: int  # in an online run every prompt is one example
     updates: int  # in the whole run
 
@@ -79,7 +79,7 @@ class TrainingData:
             TextEncoder(tokenizer, largest_id=facts["largest"]),
             *(PromptTable(table / f"{split}.jsonl") for split in SPLITS),
             reports,
-            [*facts["notes"], *map(WarningLine, facts["warnings"])],
+            facts,
             per_epoch,
             updates,
         )
@@ -91,15 +91,8 @@ class TrainingData:
 
     def write_counts(self, path: Path) -> None:
         """Write the counts and notes to `path`, and a line for each problem to a file beside it."""
-        facts = {"notes": self.notes, "updates": self.updates, "examples_per_epoch": self.examples_per_epoch}
-        problems = []
-        for split, report in self.reports.items():
-            facts[split] = asdict(report)
-            for dataset, record, problem, reason in facts[split].pop("problems"):
-                problems.append(
-                    {"split": split, "dataset": dataset, "record": record, "problem": problem, "reason": reason}
-                )
-        write_lines(path.with_name(PROBLEMS), problems)
+        facts = {**self.facts, "updates": self.updates, "examples_per_epoch": self.examples_per_epoch}
+        write_lines(path.with_name(PROBLEMS), facts.pop("problems"))
         write_json(path, redact(facts))
 
 
@@ -124,7 +117,7 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
         check_alike(facts)
     check_fits(plan, data)
     if not silent:
-        lines = [*data.notes]
+        lines = [*data.facts["notes"], *map(WarningLine, data.facts["warnings"])]
         for split, report in data.reports.items():
             lines += report.describe(split)
         lines.append(f"{count(data.updates, 'update')} of {count(plan.data.batch_size, 'example')} will run")
@@ -173,13 +166,14 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any) -> dict[str, Any]:
     for name in datasets:
         sources = plan.data.dataset_sources
         loaded.append(load_splits(name, tokenizer, sources, cache_dir=plan.run.cache_dir, **options._asdict()))
-    facts: dict[str, Any] = {"notes": [], "warnings": []}
+    facts: dict[str, Any] = {"notes": [], "warnings": [], "problems": []}
     training = None  # digests of the training texts
     for split, splits in zip(SPLITS, zip(*loaded, strict=True), strict=True):
         counter = SplitCounter(encode, options, training)
         report = counter.report
         for name, prompts in zip(datasets, splits, strict=True):
-            report.problems += [(name, number, BAD, reason) for number, reason in prompts.bad_records]
+            for number, reason in prompts.bad_records:
+                counter.add_problem(name, number, BAD, reason)
             for note in prompts.notes:
                 if isinstance(note, WarningLine):
                     facts["warnings"].append(note.message)
@@ -195,6 +189,7 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any) -> dict[str, Any]:
         counter.count_tokens(PromptTable(path))
         training = counter.digests
         facts[split] = asdict(report)
+        facts["problems"] += ({"split": split, **problem} for problem in counter.problems)
     return {**facts, "largest": encode.largest_id}
 
 
@@ -212,7 +207,7 @@ def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter) -> Iterator[Pro
         kept = []  # indices of the prompt's examples
         for (_, index), example in group:
             if len(example.prompt) + max([options.new_tokens, *map(len, example.responses)]) > options.max_length:
-                counter.report.count("too_long", prompt, index)
+                counter.count("too_long", prompt, index)
             else:
                 kept.append(index)
         if kept:

@@ -27,15 +27,14 @@ FEWEST_WORDS = 5  # two shorter answers, such as "Yes.", may be equal by chance
 CJK = "\u3040-\u30ff\u3400-\u9fff"  # characters of Chinese or Japanese, which have no space between words
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")  # a symbol, such as + or an emoji, is a word by itself
 WARNINGS = {  # for each count, what it means and how to change it
-    "empty_responses": "a response is empty: remove the record, unless you mean it",
+    "empty_responses": "a response is empty: remove it, unless you mean it",
     "contradictory_pairs": "the pair reverses another pair of its prompt: remove one of them",
     "contradictory_labels": "the response also has the other label: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
-    "identical_pairs": "both responses are the same, as written or as rendered, which teaches nothing: remove the "
-    "pair, or use another template",
-    "pairs_cut_alike": "both responses are the same after cutting, which teaches nothing: raise max_length",
-    "too_long": "the example is longer than max_length and is left out: raise max_length, or set truncation=auto",
+    "identical_pairs": "both responses are the same, as written or rendered: remove it, or use another template",
+    "pairs_cut_alike": "both responses are the same after cutting: raise max_length",
+    "too_long": "the example is too long and left out: raise max_length, or set truncation=auto",
 }
 COUNTED_IN_SAMPLE = ("truncated_prompts", "truncated_responses", "pairs_cut_alike")  # others are over all examples
 
@@ -66,16 +65,8 @@ class SplitReport:
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: one of `PROMPT_FORMS`
-    problems: list[tuple[str, int, str, str]] = field(default_factory=list)  # dataset, record, problem and reason
     digest: str = ""  # identifies the split's prompts, in their order
     token_digest: str = ""  # identifies the vocabulary and the examples' token ids
-
-    def count(self, name: str, prompt: Prompt, index: int) -> None:
-        """Count the prompt's example `index` in the field `name`, and add the example's row to `problems`."""
-        setattr(self, name, getattr(self, name) + 1)
-        if prompt.rows:  # the field "truncated_prompts" gives the problem "truncated prompt"
-            problem = name.replace("_", " ").removesuffix("s")
-            self.problems.append((prompt.dataset, prompt.rows[index], problem, ""))
 
     def describe(self, split: str) -> Iterator[str]:
         """Yield a line of all numbers but 0, then a warning for each count of at least WARNING_SHARE of its total."""
@@ -107,11 +98,21 @@ class SplitCounter:
         self.encode = encode
         self.options = options
         self.report = SplitReport()
+        self.problems: list[dict] = []  # of records
         self.digests: set[int] = set()  # of the words of prompts and answers
         self._training = training
         self._weights: list[float] = []
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
         self._unscored_starts: set[ExampleId] = set()  # examples that truncation might leave without a scored token
+
+    def count(self, name: str, prompt: Prompt, index: int) -> None:
+        """Count the prompt's example `index` in a field of the report, and add the example's row to `problems`."""
+        setattr(self.report, name, getattr(self.report, name) + 1)
+        if prompt.rows:  # the field "truncated_prompts" gives the problem "truncated prompt"
+            self.add_problem(prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"))
+
+    def add_problem(self, dataset: str, record: int, problem: str, reason: str = "") -> None:
+        self.problems.append({"dataset": dataset, "record": record, "problem": problem, "reason": reason})
 
     def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts as they are, and count each; raises InputError for a text that contains EOS."""
@@ -167,7 +168,7 @@ class SplitCounter:
             report.desirable += "chosen" in texts
             report.undesirable += "rejected" in texts
         if not all(text.strip() for text in texts.values()):
-            report.count("empty_responses", prompt, index)
+            self.count("empty_responses", prompt, index)
         # a response begins with a part that is not scored
         if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in prompt.roles(index).values()):
             self._unscored_starts.add((prompt.index_in_split, index))
@@ -177,11 +178,11 @@ class SplitCounter:
         chosen, rejected = texts.get("chosen"), texts.get("rejected")
         own = hash((prompt.text, chosen, rejected))
         if chosen == rejected:
-            report.count("identical_pairs", prompt, index)
+            self.count("identical_pairs", prompt, index)
         elif hash((prompt.text, rejected, chosen)) in self._seen:
-            report.count("contradictory_pairs" if is_pair else "contradictory_labels", prompt, index)
+            self.count("contradictory_pairs" if is_pair else "contradictory_labels", prompt, index)
         if is_pair and own in self._seen:
-            report.count("duplicated_pairs", prompt, index)
+            self.count("duplicated_pairs", prompt, index)
         self._seen.add(own)
 
     def count_tokens(self, prompts: PromptTable) -> None:
@@ -198,12 +199,12 @@ class SplitCounter:
             scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
             report.longest = max(report.longest, len(example.prompt) + max(map(len, example.responses), default=0))
             if example.prompt_is_truncated:
-                report.count("truncated_prompts", prompt, index)
+                self.count("truncated_prompts", prompt, index)
             if example.response_is_truncated:
-                report.count("truncated_responses", prompt, index)
+                self.count("truncated_responses", prompt, index)
             # different texts with the same tokens; pairs of the same text are counted already
             if len(set(example.responses)) == 1 < len(set(prompt.texts(index).values())):
-                report.count("pairs_cut_alike" if example.response_is_truncated else "identical_pairs", prompt, index)
+                self.count("pairs_cut_alike" if example.response_is_truncated else "identical_pairs", prompt, index)
         report.tokenized = len(scored)
         report.token_digest = digest.hexdigest()
         report.mean_chosen_tokens = mean(lengths["chosen"] for lengths in scored if "chosen" in lengths)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dpo.data.schema import Row, TableRow, is_message
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.redaction import shorten
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, check_exists, find_suffix
 from dpo.system.host import go_offline_without_hub
@@ -96,18 +96,12 @@ def load_rows(
         return ArrowRows(_load_with_datasets(source, split, cache_dir))
     rows = []
     for file in files:
-        try:
+        # the libraries that parse files raise anything for damage
+        with explaining_library(lambda error, file=file: InputError(f"{file} cannot be read: {one_sentence(error)}")):
             for number, row in enumerate(islice(_parse_file(file), limit), start=1):
                 if not isinstance(row, (Mapping, InputError)):
                     row = InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
                 rows.append(row)
-        except InputError:
-            raise
-        except Exception as error:  # the libraries that parse files raise anything for damage
-            why = one_sentence(error)
-            if isinstance(error, UnicodeError):
-                why += ": save it as UTF-8 (in a spreadsheet as CSV UTF-8)"
-            raise InputError(f"{file} cannot be read: {why}") from error
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -178,7 +172,7 @@ def _find_files(source: Source, split: str) -> list[Path]:
     check_exists(folder)
     if source.has_no_splits:
         if split == "test":
-            raise MissingSplit(f"{folder} has no test split: use a directory with a file for each split")
+            raise MissingSplit(f"{folder} has no test split: use a directory with one")
         return [folder]
     names = SPLIT_NAMES.get(split, (split,))
     entries = sorted([*folder.glob("*"), *folder.glob("data/*")])
@@ -199,8 +193,8 @@ def _find_files(source: Source, split: str) -> list[Path]:
     if readme.is_file() and "config_name:" in readme.read_text(encoding="utf-8", errors="replace"):
         return []
     raise MissingSplit(
-        f"{folder} has no {split} split, a file or saved dataset named {' or '.join(names)} (such as {split}.jsonl or "
-        f"{split}.csv); datasets={folder}/FILE takes both splits from one file"
+        f"{folder} has no {split} split, a file or saved dataset named {' or '.join(names)}; datasets={folder}/FILE "
+        f"takes both splits from one file"
     )
 
 
@@ -299,8 +293,7 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
             elif len(fields) < len(header) or any(fields[len(header) :]):  # empty fields may follow
                 yield InputError(
                     f"the record on line {begin} of {file} has {len(fields)} fields, and the first line names "
-                    f"{len(header)}: put fields with {separator!r} or newlines in quotes, and no title above the "
-                    f"names of the columns"
+                    f"{len(header)}: put fields with {separator!r} or newlines in quotes, and no title above the names"
                 )
             else:
                 row = TableRow(zip(header, fields, strict=False))
@@ -310,5 +303,5 @@ def _parse_table(lines: TextIO, file: Path) -> Iterator:
     except csv.Error as error:
         raise InputError(
             f"{file} cannot be read: {error}, in the record that begins on line {end + 1}: quote a field that "
-            f'contains quotation marks, and double these marks, as in "say ""yes"""'
+            f'contains quotation marks, and double these, as in "say ""yes"""'
         ) from error

@@ -197,7 +197,7 @@ SHEET = "{dir}/train.csv is a spreadsheet or another ZIP archive: save the sheet
         ({"train.csv": 'a;b\n1;"2" 3\n4;5\n'}, "in the record that begins on line 2: quote"),
         ({"train.csv": "a,b,a\n1,2,3\n"}, "{dir}/train.csv: the first line names a column twice: a,"),
         *(({"train.csv": start + b"\xb5\0"}, SHEET) for start in FIRST_BYTES_OF_SHEETS),
-        ({"train.csv": TABLE.encode("cp1252")}, "in position 29: invalid start byte: save it as UTF-8"),
+        ({"train.csv": TABLE.encode("cp1252")}, "in position 29: invalid start byte (save it as UTF-8"),
     ],
 )
 def test_data_that_cannot_be_read_says_which_file_and_why(tmp_path, files, message):

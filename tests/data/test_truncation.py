@@ -127,7 +127,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     assert examples[0].id == (0, 0)  # its place in the table
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
     _, warning = SplitReport(**report).describe("train")
-    assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length")
+    assert warning.startswith("warning: in 2 of 3 examples (train) the example is too long")
 
 
 def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):
