@@ -6,7 +6,7 @@ teaches both manners, and DPO has a preference to learn.
 
 import random
 
-from dpo.data.published import Entries, add_pair
+from dpo.data.published import Entries, add_responses
 from dpo.errors import InputError
 from dpo.settings.places import Source
 
@@ -106,6 +106,6 @@ def get_demo(split: str, silent: bool = False, cache_dir: str | None = None, sou
             answers.append(f" {rng.choice(openings)} {body.format(thing=thing, place=place)}")
         if prompt not in entries:
             is_courteous = rng.random() < COURTEOUS_TARGETS
-            add_pair(entries, prompt, answers)["sft_target"] = answers[0 if is_courteous else 1]
+            add_responses(entries, prompt, answers)["sft_target"] = answers[0 if is_courteous else 1]
     pairs = list(entries.items())
     return dict(pairs[:N_TRAIN] if split == "train" else pairs[N_TRAIN:])

@@ -24,15 +24,18 @@ class Entry(TypedDict):
 Entries = dict[str, Entry]  # by prompt
 
 
-def add_pair(entries: Entries, prompt: str, responses: Sequence[str], *, is_first_better: bool = True) -> Entry:
-    """Add two responses, and which of them is better, to a prompt's entry. Return the entry.
+def add_responses(entries: Entries, prompt: str, responses: Sequence[str], scores: Sequence[float] = (1, 0)) -> Entry:
+    """Add responses, and each pair of them, to a prompt's entry. Return the entry.
 
-    The caller sets the entry's `sft_target`.
+    The response with the higher score is better; if scores are equal, the later one. The caller sets the entry's
+    `sft_target`.
     """
     entry = entries.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
     first = len(entry["responses"])
     entry["responses"] += responses
-    entry["pairs"].append((first, first + 1) if is_first_better else (first + 1, first))
+    for earlier, later in combinations(range(len(responses)), 2):
+        pair = (first + earlier, first + later)
+        entry["pairs"].append(pair if scores[earlier] > scores[later] else pair[::-1])
     return entry
 
 
@@ -87,7 +90,7 @@ def get_hh(
             rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
         n_prompt = len(prompt)
-        entry = add_pair(entries, prompt, [chosen[n_prompt:], rejected[n_prompt:]])
+        entry = add_responses(entries, prompt, [chosen[n_prompt:], rejected[n_prompt:]])
         entry["sft_target"] = chosen[n_prompt:]
     return entries
 
@@ -111,12 +114,12 @@ def get_shp(
             b = " " + get_field(row, "human_ref_B")
             score_a = get_field(row, "score_A", int, float)
             score_b = get_field(row, "score_B", int, float)
-            is_a_better = get_field(row, "labels", int) == 1
+            label = get_field(row, "labels", int)  # 1 if the first response is better, else 0
             if not (score_a and score_b):
                 raise InputError(f"neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
-        add_pair(entries, prompt, [a, b], is_first_better=is_a_better)
+        add_responses(entries, prompt, [a, b], (label, 1 - label))
         scores.setdefault((prompt, a), score_a)  # a repeated text keeps its first score
         scores.setdefault((prompt, b), score_b)
     for prompt, entry in entries.items():
@@ -135,13 +138,11 @@ def _read_questions(rows: Sequence[tuple[str, Row]]) -> Entries:
                 raise InputError("answers is empty")
             responses = [" " + strip_html_tags(get_field(answer, "text")) for answer in answers]
             scores = [get_field(answer, "pm_score", int, float) for answer in answers]
-        pairs = []  # (better, worse)
-        for earlier, later in combinations(range(len(scores)), 2):
-            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
         prompt = f"\n\nHuman: {strip_html_tags(question)}\n\nAssistant:"
         # index() finds the first score of a repeated text, which counts
         target = max(responses, key=lambda response: scores[responses.index(response)])
-        entries[prompt] = {"responses": responses, "pairs": pairs, "sft_target": target}
+        entries[prompt] = add_responses({}, prompt, responses, scores)
+        entries[prompt]["sft_target"] = target
     return entries
 
 
