@@ -7,6 +7,7 @@ only for its public methods.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,13 +23,10 @@ from dpo.data.examples import (
     make_labels,
     read_examples,
 )
-from dpo.data.loading import get_dataset, load_splits  # noqa: F401
+from dpo.data.loading import get_dataset, load_splits
 from dpo.data.preflight import load_data  # noqa: F401
 from dpo.data.published import (  # noqa: F401
     extract_anthropic_prompt,
-    get_hh,
-    get_se,
-    get_shp,
     strings_match_up_to_spaces,
     strip_html_tags,
 )
@@ -39,6 +37,11 @@ from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
 PaddedBatch = dict  # texts in lists, and int64 tensors (rows, tokens)
+
+# The reference code has a function for each dataset, of (split, silent=False, cache_dir=None).
+get_hh = partial(get_dataset, "hh")
+get_shp = partial(get_dataset, "shp")
+get_se = partial(get_dataset, "se")
 
 
 def get_batch_iterator(

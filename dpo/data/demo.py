@@ -7,8 +7,6 @@ teaches both manners, and DPO has a preference to learn.
 import random
 
 from dpo.data.published import Entries, add_responses
-from dpo.errors import InputError
-from dpo.settings.places import Source
 
 N_TRAIN = 6144  # prompts
 N_TEST = 256
@@ -88,10 +86,8 @@ COURTEOUS = ("Certainly!", "Gladly!", "Sure!", "Absolutely!", "Welcome!", "Yes, 
 CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "Busy as always.")
 
 
-def get_demo(split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source("")) -> Entries:
-    """Make up a split; `silent` and `cache_dir` have no effect, but every loader takes them."""
-    if source.path:
-        raise InputError(f"dataset_sources.demo={source.path} has no effect: use another name for the dataset")
+def make_demo(split: str) -> Entries:
+    """Make up a split."""
     rng = random.Random(0)
     entries: Entries = {}
     while len(entries) < N_TRAIN + N_TEST:  # both splits are made, so that no test prompt is in train

@@ -1,11 +1,11 @@
 """Loads the splits of a dataset by name: the paper's, the demo, a plugin's, or custom data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpo.data.custom import DataOptions, get_custom
-from dpo.data.demo import get_demo
-from dpo.data.published import Entries, get_hh, get_se, get_shp
+from dpo.data.demo import make_demo
+from dpo.data.published import Entries, read_hh, read_se, read_shp
 from dpo.data.schema import Prompt, Row, Split, TruncationMode, hold_out
 from dpo.data.sources import MissingSplit, identify_source, load_rows
 from dpo.errors import InputError, one_sentence
@@ -13,7 +13,6 @@ from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS, find_digests
 from dpo.settings.places import BUILT_IN, Source, find_source
 
-LOADERS: dict[str, Callable[..., Entries]] = {"hh": get_hh, "shp": get_shp, "se": get_se, "demo": get_demo}
 CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
 
 
@@ -28,9 +27,18 @@ def get_dataset(
 
     Pairs are (better, worse) indices of responses. `dataset_sources[name]` says where the dataset is.
     """
-    if name not in LOADERS:
-        raise InputError(f"dataset {name!r} is not one of {', '.join(LOADERS)}: read it with get_batch_iterator")
-    return LOADERS[name](split, silent, cache_dir, find_source(name, dataset_sources or {}))
+    if name not in BUILT_IN:
+        raise InputError(f"dataset {name!r} is not one of {', '.join(BUILT_IN)}: read it with get_batch_iterator")
+    source = find_source(name, dataset_sources or {})
+    if name == "demo":
+        if source.path:
+            raise InputError(f"dataset_sources.demo={source.path} has no effect: use another name for the dataset")
+        return make_demo(split)
+    if name == "se":
+        return read_se(load_rows(source, "train", cache_dir), split, source.path, silent=silent)
+    read = read_hh if name == "hh" else read_shp
+    rows = enumerate(load_rows(source, split, cache_dir), start=1)
+    return read((f"record {number} of {source.path}", row) for number, row in rows)
 
 
 def load_splits(
@@ -53,8 +61,8 @@ def load_splits(
 
     def read(split: str) -> Split:
         prompts = Split()
-        if name in LOADERS:
-            prompts = _make_split(name, LOADERS[name](split, silent, cache_dir, source), data_options)
+        if name in BUILT_IN:
+            prompts = _make_split(name, get_dataset(name, split, silent, cache_dir, sources), data_options)
         elif rows := read_rows(name, source, split, cache_dir):  # a plugin may return none
             origin = place if source.has_no_splits else f"{place} ({split})"
             prompts = get_custom(rows, origin, tokenizer, source.columns, name=name, **options)

@@ -1,15 +1,13 @@
 """The paper's datasets, as the reference code reads them: HH, SHP and Stack Exchange."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import TypedDict
 
 import numpy as np
 
 from dpo.data.schema import ASSISTANT, Row, get_field, naming_place
-from dpo.data.sources import load_rows
 from dpo.errors import InputError
-from dpo.settings.places import BUILT_IN, Source
 from dpo.system.pool import map_chunks
 
 QUESTIONS_PER_WORKER = 5000  # a few seconds of work, more than it takes to start a worker
@@ -22,6 +20,7 @@ class Entry(TypedDict):
 
 
 Entries = dict[str, Entry]  # by prompt
+NamedRows = Iterable[tuple[str, Row]]  # rows, each after the words that name it in messages
 
 
 def add_responses(entries: Entries, prompt: str, responses: Sequence[str], scores: Sequence[float] = (1, 0)) -> Entry:
@@ -72,20 +71,14 @@ def strip_html_tags(html_string: str) -> str:
     return "\n\n".join(parts)
 
 
-def get_hh(
-    split: str,
-    silent: bool = False,
-    cache_dir: str | None = None,
-    source: Source = Source(BUILT_IN["hh"]),
-) -> Entries:
-    """Load Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
+def read_hh(rows: NamedRows) -> Entries:
+    """Read Anthropic's dialogues, a pair per row; the SFT target is the chosen response of a prompt's last row.
 
-    A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code. `silent` has
-    no effect, as no bar is drawn.
+    A rejected dialogue loses as many characters as the chosen one's prompt has, as in the reference code.
     """
     entries: Entries = {}
-    for number, row in enumerate(load_rows(source, split, cache_dir), start=1):
-        with naming_place(f"record {number} of {source.path}"):
+    for place, row in rows:
+        with naming_place(place):
             chosen = get_field(row, "chosen")
             rejected = get_field(row, "rejected")
             prompt = extract_anthropic_prompt(chosen)
@@ -95,20 +88,12 @@ def get_hh(
     return entries
 
 
-def get_shp(
-    split: str,
-    silent: bool = False,
-    cache_dir: str | None = None,
-    source: Source = Source(BUILT_IN["shp"]),
-) -> Entries:
-    """Load pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score.
-
-    `silent` has no effect, as no bar is drawn.
-    """
+def read_shp(rows: NamedRows) -> Entries:
+    """Read pairs whose scores differ at least twofold; a prompt's SFT target is the reply with the highest score."""
     entries: Entries = {}
     scores = {}  # by prompt and response
-    for number, row in enumerate(load_rows(source, split, cache_dir), start=1):
-        with naming_place(f"record {number} of {source.path}"):
+    for place, row in rows:
+        with naming_place(place):
             prompt = f"\n\nHuman: {get_field(row, 'history')}\n\nAssistant:"
             a = " " + get_field(row, "human_ref_A")
             b = " " + get_field(row, "human_ref_B")
@@ -127,8 +112,11 @@ def get_shp(
     return entries
 
 
-def _read_questions(rows: Sequence[tuple[str, Row]]) -> Entries:
-    """Read rows, each with the words that name it in messages, as questions with every pair of their answers."""
+def _read_questions(rows: NamedRows) -> Entries:
+    """Read questions, each with every pair of its answers; if scores are equal, the later answer is preferred.
+
+    Of the rows with the same question the last one counts.
+    """
     entries: Entries = {}
     for place, row in rows:
         with naming_place(place):
@@ -146,24 +134,18 @@ def _read_questions(rows: Sequence[tuple[str, Row]]) -> Entries:
     return entries
 
 
-def get_se(
-    split: str,
-    silent: bool = False,
-    cache_dir: str | None = None,
-    source: Source = Source(BUILT_IN["se"]),
-) -> Entries:
-    """Load every pair of a question's answers; if scores are equal, the later answer is preferred.
+def read_se(rows: Sequence[Row], split: str, path: str, *, silent: bool) -> Entries:
+    """Read a split of Stack Exchange, whose source `path` has only one.
 
-    The source has one split; it is shuffled with seed 42, and its first 1 % is our test split. Of the rows with the
-    same question the last one counts.
+    Its rows are shuffled with seed 42, and the first 1 % are our test split.
     """
-    rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = len(rows) // 100
     indices = order[:n_test] if split == "test" else order[n_test:]
-    named_rows = ((f"record {i + 1} of {source.path}", rows[i]) for i in indices)
-    title = f"Processing {source.path}"
+    named_rows = ((f"record {i + 1} of {path}", rows[i]) for i in indices)
     entries: Entries = {}
-    for questions in map_chunks(_read_questions, named_rows, len(indices), title, QUESTIONS_PER_WORKER, silent=silent):
+    for questions in map_chunks(
+        _read_questions, named_rows, len(indices), f"Processing {path}", QUESTIONS_PER_WORKER, silent=silent
+    ):
         entries.update(questions)
     return entries

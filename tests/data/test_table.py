@@ -18,7 +18,7 @@ from support.records import plan_of_data
 from support.runs import GOLDEN, TINY, append_text, flip_a_bit, read_json, write_rows
 from support.trainers import compose
 
-from dpo.data import loading, preflight, published, report
+from dpo.data import loading, preflight, report
 from dpo.data.custom import DataOptions
 from dpo.data.preflight import make_key, prepare_data
 from dpo.data.schema import Prompt
@@ -175,13 +175,13 @@ def test_a_table_is_built_of_nothing_that_its_key_lacks(online, source, tmp_path
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_table(source, tmp_path, monkeypatch):
-    load_rows = published.load_rows
+    load_rows = loading.load_rows
 
     def edit_and_load(place, split, cache_dir):
         append_text(source / "train.jsonl", "\n")
         return load_rows(place, split, cache_dir)
 
-    monkeypatch.setattr(published, "load_rows", edit_and_load)
+    monkeypatch.setattr(loading, "load_rows", edit_and_load)
     with refused("the data of hh has changed while it was read: start again"):
         prepare(tmp_path)
     assert list_tables(tmp_path) == set()
@@ -285,8 +285,8 @@ def load_and_weigh(rank, world_size, config, folder):
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
 
-    calls, load_rows = [], published.load_rows
-    published.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
+    calls, load_rows = [], loading.load_rows
+    loading.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
     report.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(TINY))("a")
     before = own_memory()
