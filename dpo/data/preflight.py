@@ -77,7 +77,8 @@ class TrainingData:
         return cls(
             tokenizer,
             TextEncoder(tokenizer, largest_id=facts["largest"]),
-            *(PromptTable(table / f"{split}.jsonl") for split in SPLITS),
+            PromptTable(table / "train.jsonl"),
+            PromptTable(table / "test.jsonl"),
             reports,
             facts,
             per_epoch,

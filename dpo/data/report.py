@@ -28,8 +28,7 @@ CJK = "\u3040-\u30ff\u3400-\u9fff"  # characters of Chinese or Japanese, which h
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")  # a symbol, such as + or an emoji, is a word by itself
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove it, unless you mean it",
-    "contradictory_pairs": "the pair reverses another pair of its prompt: remove one of them",
-    "contradictory_labels": "the response also has the other label: remove one of them",
+    "contradictory_examples": "another example of the prompt says the opposite: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
     "identical_pairs": "both responses are the same, as written or rendered: remove it, or use another template",
@@ -50,8 +49,7 @@ class SplitReport:
     effective_examples: float | None = None  # effective sample size, (sum w)^2 / sum w^2; None without weights
     empty_responses: int = 0  # examples with a response of only whitespace and EOS
     duplicated_pairs: int = 0  # pairs that repeat an earlier pair of their prompt
-    contradictory_pairs: int = 0  # pairs that reverse an earlier pair of their prompt
-    contradictory_labels: int = 0  # responses that have the other label in an earlier example of their prompt
+    contradictory_examples: int = 0  # pairs that reverse an earlier one, responses that had the other label before
     identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
     too_long: int = 0  # examples that truncation=drop has left out
     prompts_like_train: int = 0  # prompts of the test split that training has too
@@ -174,14 +172,13 @@ class SplitCounter:
             self._unscored_starts.add((prompt.index_in_split, index))
         if len(texts) > 2:  # a ranked list
             return
-        is_pair = len(texts) == 2
         chosen, rejected = texts.get("chosen"), texts.get("rejected")
         own = hash((prompt.text, chosen, rejected))
         if chosen == rejected:
             self.count("identical_pairs", prompt, index)
         elif hash((prompt.text, rejected, chosen)) in self._seen:
-            self.count("contradictory_pairs" if is_pair else "contradictory_labels", prompt, index)
-        if is_pair and own in self._seen:
+            self.count("contradictory_examples", prompt, index)
+        if len(texts) == 2 and own in self._seen:
             self.count("duplicated_pairs", prompt, index)
         self._seen.add(own)
 

@@ -80,7 +80,7 @@ COUNTED = {
     ),
     "a pair in two datasets, and both ways": (
         [prompt_of("a", (" b", " c")), prompt_of("a", (" b", " c"), (" d", " e")), prompt_of("a", (" e", " d"))],
-        {"duplicated_pairs": 1, "contradictory_pairs": 1},
+        {"duplicated_pairs": 1, "contradictory_examples": 1},
     ),
 }
 
@@ -114,7 +114,7 @@ def test_labels_are_counted(tokenizer):
     report = inspect(tokenizer, labelled, trains_on="labels")
     assert report.effective_examples == pytest.approx(8**2 / (4 + 1 + 1 + 16))
     said, warned = report.describe("train")
-    assert warned.endswith("has the other label: remove one of them")
+    assert warned.endswith("says the opposite: remove one of them")
     assert said.startswith("train: prompts 1, examples 4, desirable 2, undesirable 2, effective examples 2.91, contra")
 
 

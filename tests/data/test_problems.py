@@ -61,7 +61,9 @@ def test_a_run_names_all_its_problems_in_a_file(run, tmp_path, printed):
     for name in ("run", "again"):  # the second run finds the table of the first
         run(name, *own, "bad_records=skip")
         problems = read_rows(tmp_path / name / "data_problems.jsonl")
-        expected = {("bad record", n) for n in range(41, 63)} | {("duplicated pair", 63), ("contradictory pair", 64)}
+        expected = {("bad record", n) for n in range(41, 63)} | {("duplicated pair", 63), ("contradictory example", 64)}
         found = {(each["problem"], each["record"]) for each in problems}
-        assert {(kind, n) for kind, n in found if kind == "bad record" or "pair" in kind} == expected
-        assert "duplicated pairs 1, contradictory pairs 1, " in printed()
+        assert {
+            (kind, n) for kind, n in found if kind in ("bad record", "duplicated pair", "contradictory example")
+        } == expected
+        assert "duplicated pairs 1, contradictory examples 1, " in printed()
