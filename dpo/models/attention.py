@@ -6,10 +6,12 @@ columns that the mask excludes.
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import vjp
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import sdpa_attention
@@ -24,7 +26,7 @@ from dpo.system.host import is_cpu, is_gpu
 # With this option, several query heads may share a key head. Torch 2.11 lacks it, and allows that anyway.
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options of some models' layers; s_aux: attention sinks
-QUERIES_AT_ONCE = 96  # queries at a time on a CPU: their scores stay in the processor's cache
+QUERIES_AT_ONCE = 128  # queries at a time on a CPU: their scores stay in the processor's cache
 
 # These are transformers' own functions; `choose_attention` replaces the second.
 _sdpa, _use_gqa_in_sdpa = sdpa_attention.sdpa_attention_forward, sdpa_attention.use_gqa_in_sdpa
@@ -131,13 +133,7 @@ def attend_in_bfloat16(
 
 
 @torch.compiler.disable(reason="it would be compiled anew for every row length")
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute softmax(scale * query @ key.T + mask) @ value; the mask is (R or 1, 1, L, L), the output (R, H, L, D).
 
     Like torch's kernel, it saves nothing of the mask's size for the backward pass.
@@ -145,75 +141,47 @@ def masked_attention(
     n_sharing = query.shape[1] // key.shape[1]  # consecutive query heads that share a key head
     key = key.repeat_interleave(n_sharing, dim=1)
     value = value.repeat_interleave(n_sharing, dim=1)
-    by_head = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-    return _MaskedAttention.apply(*by_head, mask, scale).unflatten(0, query.shape[:2])
+    return _MaskedAttention.apply(query.contiguous(), key, value, mask, scale)
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """Attention of (R * H, L, D) tensors, in blocks of queries whose probabilities the backward pass recomputes."""
+    """Attention of (R, H, L, D) tensors in blocks of queries, which the backward pass computes again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        mask: Tensor,
-        scale: float,
-    ) -> Tensor:
-        out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
-        with torch.autocast("cpu", enabled=False):
-            for queries, keys in _list_blocks(mask):
-                mask_block = mask[:, :, queries, keys]
-                probs = _softmax(query[:, queries], key[:, keys], mask_block, scale)
-                out[:, queries] = probs.to(value.dtype) @ value[:, keys]
-        ctx.save_for_backward(query, key, value, mask, out)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
         ctx.scale = scale
-        return out
+        blocks = _list_blocks(query, key, value, mask)
+        return torch.cat([_attend(*block, scale=scale) for _, block in blocks], dim=2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        query, key, value, mask, out = ctx.saved_tensors
-        # The sums are in float32.
-        grad_query = torch.zeros(query.shape)
-        grad_key = torch.zeros(key.shape)
-        grad_value = torch.zeros(value.shape)
-        # This is the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * H, L, 1).
-        delta = (grad.float() * out).sum(-1, keepdim=True)
-        with torch.autocast("cpu", enabled=False):
-            for queries, keys in _list_blocks(mask):
-                q = query[:, queries]
-                k = key[:, keys]
-                grad_out = grad[:, queries]
-                probs = _softmax(q, k, mask[:, :, queries, keys], ctx.scale)
-                grad_probs = (grad_out @ value[:, keys].mT).float()
-                grad_scores = grad_probs.sub_(delta[:, queries]).mul_(probs).to(query.dtype)
-                grad_query[:, queries] = (grad_scores @ k).float().mul_(ctx.scale)
-                grad_key[:, keys] += (grad_scores.mT @ q).float().mul_(ctx.scale)
-                grad_value[:, keys] += probs.to(grad.dtype).mT @ grad_out
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        query, key, value, mask = ctx.saved_tensors
+        sums = [torch.zeros(tensor.shape) for tensor in (query, key, value)]  # in float32
+        for (queries, keys), (*inputs, block_mask) in _list_blocks(query, key, value, mask):
+            attend = partial(_attend, mask=block_mask, scale=ctx.scale)
+            _, gradients = vjp(attend, tuple(inputs), grad[:, :, queries])
+            for total, columns, gradient in zip(sums, (queries, keys, keys), gradients, strict=True):
+                total[:, :, columns] += gradient
+        return *(total.to(grad.dtype) for total in sums), None, None
 
 
-def _softmax(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor,
-    scale: float,
-) -> Tensor:
-    """Compute probabilities, (R * H, queries, keys) in float32; the mask is (R or 1, 1, queries, keys)."""
-    scores = (q @ k.mT).float().mul_(scale)
-    # The view is (R, H, queries, keys), or (1, R * H, queries, keys) if all rows share a mask.
-    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
-    return scores.softmax(-1)
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        scores = (query @ key.mT).float().mul_(scale).add_(mask)  # (R, H, queries, keys)
+        return scores.softmax(-1).to(value.dtype) @ value
 
 
-def _list_blocks(mask: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of QUERIES_AT_ONCE queries, each with the shortest slice of columns that has all their keys.
+def _list_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Iterator[tuple]:
+    """Cut the inputs of attention into blocks of QUERIES_AT_ONCE queries.
 
-    Queries without any key get all columns.
+    Yields the slices of queries and of keys, and the parts of the inputs there. The keys are the shortest slice that
+    has all keys of these queries; without any key it is the whole.
     """
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), QUERIES_AT_ONCE):
         queries = slice(start, start + QUERIES_AT_ONCE)
-        keys = is_allowed[queries].any(0).nonzero().flatten().tolist()
-        yield queries, slice(keys[0], keys[-1] + 1) if keys else slice(None)
+        columns = is_allowed[queries].any(0).nonzero().flatten().tolist()
+        keys = slice(columns[0], columns[-1] + 1) if columns else slice(None)
+        block = (query[:, :, queries], key[:, :, keys], value[:, :, keys], mask[:, :, queries, keys])
+        yield (queries, keys), block
