@@ -139,20 +139,16 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         if side < len(examples[i].responses):
             row_index[side, i] = len(rows)
             rows.append((examples[i].prompt, *examples[i].responses_with_cuts[side]))
-    input_ids, attention_mask = np.zeros((2, len(rows), length), dtype=np.int64)
-    labels = np.full_like(input_ids, IGNORE_INDEX)
+    table = np.zeros((3, len(rows), length), dtype=np.int64)
+    input_ids, attention_mask, labels = table
+    labels[:] = IGNORE_INDEX
     for row, (prompt, response, cuts) in enumerate(rows):
         start = len(prompt)
         end = start + len(response)
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
         labels[row, start:end] = make_labels(response, cuts)
-    return PaddedRows(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(attention_mask),
-        torch.from_numpy(labels),
-        torch.from_numpy(row_index),
-    )
+    return PaddedRows(*torch.from_numpy(table), row_index=torch.from_numpy(row_index))
 
 
 @dataclass
@@ -331,14 +327,14 @@ def _find_difference(
         return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
     device = next(model.parameters()).device
-    was_training = model.training
     model.eval()
     try:
         with without_tf32(), without_compilation():
             for lengths, row_length in cases:
-                pairs = []
-                for prompt, chosen, rejected in lengths:
-                    pairs.append(Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected))))
+                pairs = [
+                    Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected)))
+                    for prompt, chosen, rejected in lengths
+                ]
                 padded = Padded().split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
                 # All logits of long rows might not fit into memory, so they are computed in chunks. A reward model
@@ -359,16 +355,14 @@ def _find_difference(
         if isinstance(error, InputError) or is_memory_error(error):  # not the layout's fault
             raise
         return f"refuses shared prefixes: {one_sentence(error)}"
-    finally:
-        model.train(was_training)
     return None
 
 
 def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
     """Return summed log-probabilities by row, (rows,); the logits are computed in chunks, never all at once."""
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
-    row, column = (rows.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # each token that predicts a label
-    hidden = hidden[row.to(hidden.device), column.to(hidden.device)]
-    logps, _ = token_logps(model, hidden, rows.labels[row, column + 1])
-    sums = logps.new_zeros(len(rows.labels)).index_add_(0, row.to(logps.device), logps)
-    return sums.to(rows.labels.device)
+    labels = rows.labels[:, 1:]  # (rows, T - 1)
+    is_scored = labels != IGNORE_INDEX
+    logps, _ = token_logps(model, hidden[:, :-1][is_scored.to(hidden.device)], labels[is_scored])
+    by_column = logps.new_zeros(labels.shape).masked_scatter(is_scored.to(logps.device), logps)
+    return by_column.sum(-1).to(labels.device)

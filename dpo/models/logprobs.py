@@ -54,8 +54,7 @@ def sequence_logps(
     # Move the scored tokens of each row to its beginning, in their order.
     columns = (~is_scored).int().argsort(dim=-1, stable=True)  # (B, T-1)
     is_filled = is_scored.gather(1, columns)
-    columns = columns.where(is_filled, 0)
-    return TokenLogps(*(values.gather(1, columns) * is_filled for values in by_column))
+    return TokenLogps(*(values.gather(1, columns).where(is_filled, 0) for values in by_column))
 
 
 @contextmanager
@@ -134,13 +133,12 @@ def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tenso
     dtype = model.get_input_embeddings().weight.dtype
     if find_attention(model.config) == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
-    if packed.masks[0] != dtype:
-        masks = {}
+    if dtype not in packed.masks:
+        masks = packed.masks[dtype] = {}
         for kind, window in windows.items():
             mask = tree_mask(packed, window=window)
-            masks[kind] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-        packed.masks = (dtype, masks)
-    return packed.masks[1]
+            masks[kind] = torch.full_like(mask, torch.finfo(dtype).min, dtype=dtype).masked_fill_(mask, 0)
+    return packed.masks[dtype]
 
 
 class _PickedLogSoftmax(torch.autograd.Function):
@@ -216,9 +214,10 @@ def token_logps(
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if is_gpu(hidden.device) else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     has_dropout = any(isinstance(module, nn.Dropout) for module in head.modules())  # only an adapted head has any
-    by_chunk = []
-    for chunk in earlier_chunks:
-        by_chunk.append(checkpoint(compute_logps, *chunk, use_reentrant=False, preserve_rng_state=has_dropout))
+    by_chunk = [
+        checkpoint(compute_logps, *chunk, use_reentrant=False, preserve_rng_state=has_dropout)
+        for chunk in earlier_chunks
+    ]
     # The backward pass begins with the last chunk's logits, so recomputing them would save no memory.
     by_chunk.append(compute_logps(*last_chunk))
     return TokenLogps(*map(torch.cat, zip(*by_chunk, strict=True)))

@@ -53,9 +53,9 @@ class Packed:
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # only if there is one row, for attention that takes no mask
-    # The dtype of the last masks, and the masks by kind of attention layer. They are kept, as the reference often needs
-    # the same ones right after the policy.
-    masks: tuple[torch.dtype | None, dict] = field(default=(None, {}), init=False)
+    # By dtype, the masks of each kind of attention layer. They are kept, as the reference often needs the same ones
+    # right after the policy.
+    masks: dict = field(default_factory=dict, init=False)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -63,10 +63,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value):
-        changed = {}
-        for part in fields(value):
-            if part.init:  # cached masks are left out, as they were made from the old tensors
-                changed[part.name] = map_tensors(change, getattr(value, part.name))
+        # Cached masks, which `init` leaves out, were made from the old tensors.
+        changed = {part.name: map_tensors(change, getattr(value, part.name)) for part in fields(value) if part.init}
         return replace(value, **changed)
     if hasattr(value, "_fields"):
         return type(value)(*(map_tensors(change, part) for part in value))
@@ -136,10 +134,10 @@ def pack(
     with their last tokens, and `scored` has only each response's last scored token itself, which gets the reward.
     """
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
-    indices_of_examples = []
-    for example in examples:
-        own = [indices.setdefault((example.prompt, response), len(indices)) for response in example.responses_with_cuts]
-        indices_of_examples.append(own)
+    indices_of_examples = [
+        [indices.setdefault((example.prompt, response), len(indices)) for response in example.responses_with_cuts]
+        for example in examples
+    ]
     trees = []
     latest = {}  # prompt -> the last tree with it
     for (prompt, (response, cuts)), index in indices.items():
@@ -202,8 +200,9 @@ def _write(
     for_rewards: bool,
 ) -> Packed:
     """Write the trees of each row into tensors; `shape` is (U, T); `indices_of_examples` become `response_index`."""
-    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
-    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
+    columns_of = np.zeros((4, len(rows), length), dtype=np.int64)
+    input_ids, position_ids, tree_of, branch_of = columns_of
+    columns_of[2:] = NONE
     scored = []
     targets = []
     slots = []
@@ -222,27 +221,21 @@ def _write(
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
                 # Indices of the scored tokens in the response, and for each token the column that predicts it. The
-                # prompt's last token predicts the first one.
+                # prompt's last token predicts the first one; without a prompt, nothing does.
                 scored_indices = [i for i, label in enumerate(make_labels(token_ids, cuts)) if label != IGNORE_INDEX]
                 columns = [end_of_prompt - 1, *range(start, end)]
                 if for_rewards:  # the last scored token, at its own column
                     scored_indices = scored_indices[-1:]
                     columns = columns[1:]
-                elif not n_prompt and scored_indices[:1] == [0]:  # without a prompt, nothing predicts the first token
+                elif not n_prompt and scored_indices[:1] == [0]:
                     scored_indices = scored_indices[1:]
                 scored += [row * length + columns[i] for i in scored_indices]
                 targets += [token_ids[i] for i in scored_indices]
                 slots += range(index * shape[1], index * shape[1] + len(scored_indices))
                 start = end
-    scored, targets, slots = torch.tensor([scored, targets, slots], dtype=torch.int64)
     return Packed(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
-        tree=torch.from_numpy(tree_of),
-        branch=torch.from_numpy(branch_of),
-        scored=scored,
-        targets=targets,
-        slots=slots,
+        *torch.from_numpy(columns_of),
+        *torch.tensor([scored, targets, slots], dtype=torch.int64),
         response_index=by_side(indices_of_examples, fill=0),  # a missing response may have any index
         shape=shape,
     )
@@ -252,14 +245,7 @@ def _find_segments(tree: np.ndarray, branch: np.ndarray) -> Segments:
     """Find the segments of a row, whose `tree` and `branch` are (L,)."""
     starts = np.flatnonzero(np.diff([tree, branch]).any(0)) + 1  # columns at which the tree or the branch changes
     queries = np.split(np.arange(len(tree)), starts)
-    keys = []
-    for columns in queries:
-        first = columns[0]
-        if branch[first] == NONE:  # a prompt, or padding
-            keys.append(columns)
-        else:
-            prompt = np.flatnonzero((tree == tree[first]) & (branch == NONE))
-            keys.append(np.concatenate((prompt, columns)))
+    keys = [np.flatnonzero((tree == tree[i]) & np.isin(branch, (NONE, branch[i]))) for i, *_ in queries]
     return Segments(
         queries=_find_starts(queries),
         keys=_find_starts(keys),
