@@ -97,13 +97,13 @@ def read_shape(model: Any) -> Shape:
     return Shape(matrices, head.numel(), attention)
 
 
-def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> int:
+def count_flops(shape: Shape, inputs: Packed, *, with_reference: bool) -> int:
     """Count the FLOPs of a microbatch as it is computed, with its padding."""
     rows, length = inputs.input_ids.shape
     tokens = rows * length
     scored = tokens
     attended = tokens * length  # pairs of a token and a column of its row, also if masked
-    if isinstance(inputs, Packed):
+    if inputs.padding_mask is None:
         scored = len(inputs.scored)
         if inputs.segments is not None:
             queries = inputs.segments.queries.diff().long()

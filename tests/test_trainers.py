@@ -11,7 +11,6 @@ import torch
 from support.gpu import HostReads
 from support.runs import compose, list_updates, read_metrics, read_rows
 
-from dpo.models.layouts import pad
 from dpo.training.objective import Reduced
 from preference_datasets import get_batch_iterator
 from trainers import BasicTrainer
@@ -44,14 +43,12 @@ def flat_weights(trainer: BasicTrainer) -> torch.Tensor:
 def test_an_update_is_a_step_against_the_gradient_of_the_mean_loss(make_trainer):
     trainer = make_trainer("loss=sft", *IN_PLAIN_SIGHT, dtype=torch.float64)
     prepared = next(trainer.train_iterator)
-    rows = pad(prepared.examples, 64)
     model = copy.deepcopy(trainer.policy)
     loss = 0
-    for i in range(4):  # one example at a time, without its padding
-        n = int(rows.attention_mask[i].sum())
-        ids, labels = rows.input_ids[i, :n], rows.labels[i, :n]
-        log_softmax = model(ids[None]).logits[0].log_softmax(-1)
-        loss -= sum(log_softmax[t - 1, labels[t]] for t in range(1, n) if labels[t] != -100) / 4
+    for example in prepared.examples:  # one at a time, without padding
+        n, ids = len(example.prompt), (*example.prompt, *example.responses[0])
+        log_softmax = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        loss -= sum(log_softmax[t - 1, ids[t]] for t in range(n, len(ids))) / 4
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     before = flat_weights(trainer)
 

@@ -15,31 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpo.data.examples import Example, make_labels
+from dpo.data.examples import Example
 from dpo.errors import InputError, is_memory_error, one_sentence
-from dpo.losses import IGNORE_INDEX, RESPONSE_ROLES
+from dpo.losses import RESPONSE_ROLES
 from dpo.models.attention import find_attention
-from dpo.models.logprobs import (
-    TokenLogps,
-    find_scalar_head,
-    packed_logps,
-    sequence_logps,
-    sequence_rewards,
-    token_logps,
-)
-from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, split_evenly
+from dpo.models.logprobs import TokenLogps, find_scalar_head, packed_logps, padded_logps
+from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, pad, split_evenly
 from dpo.parallel.sharding import find_class_before_fsdp, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_compilation, without_tf32
 from dpo.system.host import is_gpu
-
-
-@dataclass
-class PaddedRows:
-    input_ids: Tensor  # (rows, T) int64
-    attention_mask: Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
-    labels: Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
-    row_index: Tensor  # (sides, B) int64: the row of each response, or any row for a missing one
 
 
 class Microbatch(NamedTuple):
@@ -51,7 +36,7 @@ class Microbatch(NamedTuple):
     indices: Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: Tensor  # (sides, B) int64: scored tokens per response
     roles: Tensor  # (sides, B) int64: each response's role, as an index into RESPONSE_ROLES; NONE without a response
-    inputs: PaddedRows | Packed
+    inputs: Packed
     offsets: Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
     @classmethod
@@ -97,6 +82,7 @@ class Padded:
     """
 
     masked: bool = True
+    gives_rewards: bool = False  # the model is a reward model
 
     def split(
         self,
@@ -109,46 +95,24 @@ class Padded:
         """Split a global batch into `parts` microbatches for each of `size` processes; return those of `rank`."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         indices_of_all = np.array_split(np.arange(len(examples)), parts * size)  # the last arrays may be empty
-        lay_out = partial(pad, length=length)
+        lay_out = partial(pad, length=length, for_rewards=self.gives_rewards)
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
-    def forward(self, model: nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Compute log-probabilities of responses by scored token, (sides, B, T - 1), or their rewards, (sides, B, 1).
+    def forward(
+        self, model: nn.Module, inputs: Packed, *, with_squares: bool = False, in_chunks: bool = False
+    ) -> TokenLogps:
+        """Compute log-probabilities of responses by scored token, (sides, B, T), or their rewards, (sides, B, 1).
 
         Those of a response begin in column 0 and are followed by zeros. A missing response gets the values of another
-        one. `with_squares` also computes `TokenLogps.squares`.
+        one. `with_squares` also computes `TokenLogps.squares`. With `in_chunks`, logits are never all in memory.
         """
-        attention_mask = inputs.attention_mask if self.masked else None
-        rows = (inputs.input_ids, attention_mask, inputs.labels)
-        if find_scalar_head(model) is not None:
+        attention_mask = inputs.padding_mask if self.masked else None
+        if self.gives_rewards or in_chunks:
             # This calls only the model's base and head, for which FSDP would gather no weights by itself.
-            rewards = run_as_forward(model, sequence_rewards, *rows)  # (rows,)
-            by_row = TokenLogps(rewards[:, None])
+            by_response = run_as_forward(model, packed_logps, inputs, None, attention_mask)
         else:
-            by_row = sequence_logps(model, *rows, with_squares=with_squares)  # (rows, T - 1)
-        index = inputs.row_index
-        return map_tensors(lambda values: values.to(index.device)[index], by_row)
-
-
-def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out examples in rows of `length`, padded with token 0; the first responses of all examples come first."""
-    rows = []  # (prompt, response, cuts)
-    n_sides = max(len(example.responses) for example in examples)
-    row_index = np.zeros((n_sides, len(examples)), dtype=np.int64)
-    for side, i in np.ndindex(row_index.shape):
-        if side < len(examples[i].responses):
-            row_index[side, i] = len(rows)
-            rows.append((examples[i].prompt, *examples[i].responses_with_cuts[side]))
-    table = np.zeros((3, len(rows), length), dtype=np.int64)
-    input_ids, attention_mask, labels = table
-    labels[:] = IGNORE_INDEX
-    for row, (prompt, response, cuts) in enumerate(rows):
-        start = len(prompt)
-        end = start + len(response)
-        input_ids[row, :end] = (*prompt, *response)
-        attention_mask[row, :end] = 1
-        labels[row, start:end] = make_labels(response, cuts)
-    return PaddedRows(*torch.from_numpy(table), row_index=torch.from_numpy(row_index))
+            by_response = padded_logps(model, inputs, attention_mask, with_squares=with_squares)
+        return _by_example(by_response, inputs)
 
 
 @dataclass
@@ -187,9 +151,13 @@ class SharedPrefix:
     def forward(self, model: nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Compute the same as `Padded.forward`."""
         score = partial(packed_logps, with_squares=with_squares)
-        by_response = run_as_forward(model, score, inputs, self.windows)  # (U, T)
-        index = inputs.response_index
-        return map_tensors(lambda values: values.to(index.device)[index], by_response)
+        return _by_example(run_as_forward(model, score, inputs, self.windows), inputs)
+
+
+def _by_example(by_response: TokenLogps, inputs: Packed) -> TokenLogps:
+    """Arrange values of responses, (U, T), as (sides, B, T)."""
+    index = inputs.response_index
+    return map_tensors(lambda values: values.to(index.device)[index], by_response)
 
 
 GPU_ALIGNMENT = 64  # tokens; with other row lengths, CUDA's fused attention copies the mask in every layer
@@ -228,7 +196,7 @@ def choose_layout(
             if on_any_process(reason is not None):
                 reason = reason or "does not support shared prefixes on another process"
         if reason is not None:
-            layout = Padded()
+            layout = Padded(gives_rewards=layout.gives_rewards)
     if reason is None:
         return layout, None
     reason = f"{find_class_before_fsdp(model).__name__} {reason}"
@@ -241,19 +209,20 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     """Choose as `choose_layout` does, but by the model's class and config alone, without running it."""
     attention = find_attention(model.config)
     windows = find_windows(model, max_length)
+    gives_rewards = find_scalar_head(model) is not None
     if isinstance(windows, str):  # the reason why prefixes cannot be shared
         # A model that the rules do not support may look at padding, so it gets a mask. With flash_attention_2 the rules
         # support no model at all, which says nothing about this one.
-        layout = Padded(masked=attention != "flash_attention_2")
+        layout = Padded(masked=attention != "flash_attention_2", gives_rewards=gives_rewards)
         return layout, None if name == "padded" else windows
     if name == "padded":
-        return Padded(masked=False), None
+        return Padded(masked=False, gives_rewards=gives_rewards), None
     return SharedPrefix(
         windows,
         max_length=max_length,
         alignment=GPU_ALIGNMENT if is_gpu(model.get_input_embeddings().weight.device) else 1,
         by_segments=attention == VARLEN,
-        gives_rewards=find_scalar_head(model) is not None,
+        gives_rewards=gives_rewards,
     ), None
 
 
@@ -327,6 +296,7 @@ def _find_difference(
         return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
     device = next(model.parameters()).device
+    plain = Padded(gives_rewards=layout.gives_rewards)
     model.eval()
     try:
         with without_tf32(), without_compilation():
@@ -335,14 +305,10 @@ def _find_difference(
                     Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected)))
                     for prompt, chosen, rejected in lengths
                 ]
-                padded = Padded().split(pairs, 1)[0].to(device).inputs
+                padded = plain.split(pairs, 1)[0].to(device).inputs
                 packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
-                # All logits of long rows might not fit into memory, so they are computed in chunks. A reward model
-                # computes none.
-                if row_length is None or layout.gives_rewards:
-                    expected = Padded().forward(model, padded).logps.sum(-1)  # (sides, B)
-                else:
-                    expected = run_as_forward(model, _sum_in_chunks, padded)[padded.row_index]
+                # All logits of long rows might not fit into memory.
+                expected = plain.forward(model, padded, in_chunks=row_length is not None).logps.sum(-1)  # (sides, B)
                 difference = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
                 scale = expected.abs()
                 if layout.gives_rewards:
@@ -356,13 +322,3 @@ def _find_difference(
             raise
         return f"refuses shared prefixes: {one_sentence(error)}"
     return None
-
-
-def _sum_in_chunks(model: Any, rows: PaddedRows) -> Tensor:
-    """Return summed log-probabilities by row, (rows,); the logits are computed in chunks, never all at once."""
-    hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
-    labels = rows.labels[:, 1:]  # (rows, T - 1)
-    is_scored = labels != IGNORE_INDEX
-    logps, _ = token_logps(model, hidden[:, :-1][is_scored.to(hidden.device)], labels[is_scored])
-    by_column = logps.new_zeros(labels.shape).masked_scatter(is_scored.to(logps.device), logps)
-    return by_column.sum(-1).to(labels.device)

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, masking_utils
 
 from dpo.errors import InputError
-from dpo.losses import IGNORE_INDEX
 from dpo.models.attention import attend_in_bfloat16, find_attention
 from dpo.models.packing import Packed, Windows, map_tensors, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
@@ -31,30 +30,17 @@ class TokenLogps(NamedTuple):
     squares: Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
 
 
-def sequence_logps(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-    *,
-    with_squares: bool = False,
+def padded_logps(
+    model: nn.Module, padded: Packed, attention_mask: Tensor | None, *, with_squares: bool = False
 ) -> TokenLogps:
-    """Compute log-probabilities of the labelled tokens in (B, T) inputs.
-
-    Each row of the result, (B, T-1), begins with the values of its labelled tokens, without gaps; the rest is zeros.
-    """
+    """Compute log-probabilities of the U responses of `padded`, (U, T), from the logits that the model itself gives."""
     with _one_text_per_row():
-        logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
-    logps = _log_softmax(logits)
-    targets = labels[:, 1:].to(logits.device)  # (B, T-1)
-    is_scored = targets != IGNORE_INDEX
-    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # 0, as gather takes no -100
+        logits = model(padded.input_ids, attention_mask=attention_mask, use_cache=False).logits  # (R, L, V)
+    logps = _log_softmax(logits.flatten(0, 1).index_select(0, padded.scored.to(logits.device)))  # (N, V)
+    by_token = [logps.gather(1, padded.targets.to(logits.device)[:, None]).squeeze(1)]
     if with_squares:
-        by_column.append((2 * logps.detach()).logsumexp(-1))
-    # Move the scored tokens of each row to its beginning, in their order.
-    columns = (~is_scored).int().argsort(dim=-1, stable=True)  # (B, T-1)
-    is_filled = is_scored.gather(1, columns)
-    return TokenLogps(*(values.gather(1, columns).where(is_filled, 0) for values in by_column))
+        by_token.append((2 * logps.detach()).logsumexp(-1))
+    return _by_response(padded, TokenLogps(*by_token))
 
 
 @contextmanager
@@ -69,55 +55,39 @@ def _one_text_per_row() -> Iterator:
 
 
 def packed_logps(
-    model: Any,
-    packed: Packed,
-    windows: Windows,
-    *,
-    with_squares: bool,
+    model: Any, packed: Packed, windows: Windows | None, attention_mask: Any = None, *, with_squares: bool = False
 ) -> TokenLogps:
     """Compute log-probabilities of the U responses of `packed`, (U, T), or their rewards, (U, 1).
 
-    They are the same as from `sequence_logps` or `sequence_rewards`, up to rounding.
+    Logits are computed in chunks. If `windows` is None the rows are padded, and the model gets `attention_mask`.
     """
-    attention_mask: Any = _find_masks(model, packed, windows)
-    if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
-        [attention_mask] = attention_mask.values()
     options = {}
+    if windows is not None:
+        options["position_ids"] = packed.position_ids
+        masks = _find_masks(model, packed, windows)
+        # A model whose layers are all of one kind takes a mask, other models take a dict.
+        attention_mask = masks if len(masks) > 1 else next(iter(masks.values()))
     if packed.segments is not None:
         options["segments"] = packed.segments  # for `attend_by_segments`
-    hidden = model.base_model(
-        packed.input_ids,
-        attention_mask=attention_mask,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        **options,
-    ).last_hidden_state  # (R, L, H)
-    hidden = hidden.flatten(0, 1)[packed.scored.to(hidden.device)]  # (N, H)
+    with _one_text_per_row():
+        outputs = model.base_model(packed.input_ids, attention_mask=attention_mask, use_cache=False, **options)
+    hidden = outputs.last_hidden_state.flatten(0, 1)  # (R * L, H)
+    hidden = hidden[packed.scored.to(hidden.device)]  # (N, H)
     if find_scalar_head(model) is not None:
         by_token = TokenLogps(reward(model, hidden))
     else:
         by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
+    return _by_response(packed, by_token)
 
-    def by_response(values: Tensor) -> Tensor:
+
+def _by_response(packed: Packed, by_token: TokenLogps) -> TokenLogps:
+    """Put values of scored tokens, (N,), into their slots, (U, T); other slots are 0."""
+
+    def fill(values: Tensor) -> Tensor:
         table = values.new_zeros(math.prod(packed.shape)).index_put((packed.slots.to(values.device),), values)
         return table.view(packed.shape).clone()  # FSDP warns of a view, even if nobody writes to it
 
-    return map_tensors(by_response, by_token)
-
-
-def sequence_rewards(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-) -> Tensor:
-    """Compute rewards at the last labelled token of (B, T) inputs, (B,)."""
-    with _one_text_per_row():
-        hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    columns = torch.arange(labels.shape[1], device=labels.device)
-    last = columns.where(labels != IGNORE_INDEX, 0).argmax(-1).to(hidden.device)  # (B,): columns of the last labels
-    rows = torch.arange(len(last), device=last.device)
-    return reward(model, hidden[rows, last])
+    return map_tensors(fill, by_token)
 
 
 def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:

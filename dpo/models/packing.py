@@ -1,8 +1,8 @@
-"""Shared-prefix layout: a prompt and its distinct responses as a tree, each fed once.
+"""Rows of tokens. With shared prefixes a prompt and its distinct responses are a tree, each fed once.
 
     prompt | chosen | rejected     positions restart after the prompt; responses do not attend to each other
 
-A response's last token predicts nothing, so it is not fed.
+In padded rows a tree has one response. A response's last token predicts nothing, so it is not fed.
 """
 
 import math
@@ -37,10 +37,10 @@ class Segments(NamedTuple):
 
 @dataclass
 class Packed:
-    """R rows of L tokens, each with several trees; tensors are int64.
+    """R rows of L tokens, each with several trees or, if rows are padded, with one; tensors are int64.
 
-    N counts scored tokens, U distinct pairs of prompt and response, T the tokens of the longest response (1 for
-    rewards), B examples, and "sides" the most responses of an example.
+    N counts scored tokens, U the responses that are fed, T the tokens of the longest response (1 for rewards), B
+    examples, and "sides" the most responses of an example.
     """
 
     input_ids: Tensor  # (R, L)
@@ -53,6 +53,7 @@ class Packed:
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # only if there is one row, for attention that takes no mask
+    padding_mask: Tensor | None = None  # only if rows are padded, (R, L): 1 for tokens, 0 for padding
     # By dtype, the masks of each kind of attention layer. They are kept, as the reference often needs the same ones
     # right after the policy.
     masks: dict = field(default_factory=dict, init=False)
@@ -115,8 +116,8 @@ class _Tree:
     """A prompt with responses to it, all in one row."""
 
     prompt: tuple
-    branches: list[tuple]  # (index among the U responses, token ids, those that are fed, cuts)
-    n_fed: int  # tokens in the row, including the prompt's
+    branches: list[tuple]  # (index among the U responses, token ids, cuts)
+    n_fed: int = 0  # tokens in the row, including the prompt's
 
 
 def pack(
@@ -147,7 +148,7 @@ def pack(
             tree = _Tree(prompt, [], len(prompt))
             latest[prompt] = tree
             trees.append(tree)
-        tree.branches.append((index, response, fed, cuts))
+        tree.branches.append((index, response, cuts))
         tree.n_fed += len(fed)
     trees.sort(key=lambda tree: tree.n_fed, reverse=True)  # first-fit-decreasing wastes little space
     n_tokens = sum(tree.n_fed for tree in trees)
@@ -164,13 +165,23 @@ def pack(
     # Longer rows waste less space, but cost more attention: a token costs 1 for the linear layers, and
     # n / ATTENTION_LENGTH for attention.
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
-    longest = 1  # each response has one reward
-    if not for_rewards:
-        longest = max(len(response) for example in examples for response in example.responses)
-    packed = _write(rows_by_length[cheapest], cheapest, (len(indices), longest), indices_of_examples, for_rewards)
+    packed = _write(rows_by_length[cheapest], cheapest, examples, indices_of_examples, for_rewards)
     if max_tree_tokens is None:
         packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
     return packed
+
+
+def pad(examples: Sequence[Example], length: int, *, for_rewards: bool = False) -> Packed:
+    """Lay out each response in a row of its own of `length`, after its prompt; `for_rewards` is that of `pack`."""
+    rows = []
+    indices_of_examples = []
+    for example in examples:
+        indices_of_examples.append(range(len(rows), len(rows) + len(example.responses)))
+        for response, cuts in example.responses_with_cuts:
+            rows.append([_Tree(example.prompt, [(len(rows), response, cuts)])])
+    padded = _write(rows, length, examples, indices_of_examples, for_rewards)
+    padded.padding_mask = (padded.tree != NONE).long()
+    return padded
 
 
 def by_side(lists: Sequence[Sequence[int]], *, fill: int) -> Tensor:
@@ -195,11 +206,14 @@ def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
 def _write(
     rows: list[list[_Tree]],
     length: int,
-    shape: tuple[int, int],
-    indices_of_examples: list[list[int]],
+    examples: Sequence[Example],
+    indices_of_examples: Sequence[Sequence[int]],
     for_rewards: bool,
 ) -> Packed:
-    """Write the trees of each row into tensors; `shape` is (U, T); `indices_of_examples` become `response_index`."""
+    """Write the trees of each row into tensors; `indices_of_examples` become `response_index`."""
+    longest = 1  # each response has one reward
+    if not for_rewards:
+        longest = max(len(response) for example in examples for response in example.responses)
     columns_of = np.zeros((4, len(rows), length), dtype=np.int64)
     input_ids, position_ids, tree_of, branch_of = columns_of
     columns_of[2:] = NONE
@@ -207,16 +221,17 @@ def _write(
     targets = []
     slots = []
     for row, trees in enumerate(rows):
-        start = 0
+        end = 0
         for tree_index, tree in enumerate(trees):
+            begin = end
             n_prompt = len(tree.prompt)
-            tree_of[row, start : start + tree.n_fed] = tree_index
-            input_ids[row, start : start + n_prompt] = tree.prompt
-            position_ids[row, start : start + n_prompt] = range(n_prompt)
-            start += n_prompt
-            end_of_prompt = start
-            for index, token_ids, fed, cuts in tree.branches:
-                end = start + len(fed)
+            end_of_prompt = end = begin + n_prompt
+            input_ids[row, begin:end] = tree.prompt
+            position_ids[row, begin:end] = range(n_prompt)
+            for index, token_ids, cuts in tree.branches:
+                fed = token_ids if for_rewards else token_ids[:-1]
+                start = end
+                end += len(fed)
                 input_ids[row, start:end] = fed
                 position_ids[row, start:end] = range(n_prompt, n_prompt + len(fed))
                 branch_of[row, start:end] = index
@@ -231,13 +246,13 @@ def _write(
                     scored_indices = scored_indices[1:]
                 scored += [row * length + columns[i] for i in scored_indices]
                 targets += [token_ids[i] for i in scored_indices]
-                slots += range(index * shape[1], index * shape[1] + len(scored_indices))
-                start = end
+                slots += range(index * longest, index * longest + len(scored_indices))
+            tree_of[row, begin:end] = tree_index
     return Packed(
         *torch.from_numpy(columns_of),
         *torch.tensor([scored, targets, slots], dtype=torch.int64),
         response_index=by_side(indices_of_examples, fill=0),  # a missing response may have any index
-        shape=shape,
+        shape=(1 + max(map(max, indices_of_examples)), longest),
     )
 
 

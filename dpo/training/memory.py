@@ -21,7 +21,7 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, WarningLine, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
 from dpo.models.attention import find_attention
-from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, Padded, PaddedRows, SharedPrefix, layout_by_rules
+from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, Padded, SharedPrefix, layout_by_rules
 from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES
@@ -209,7 +209,7 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     vocabulary = head.weight.shape[0]
     itemsize = DTYPES[plan.model.autocast or plan.compute_dtype].itemsize
     copy = head.weight.numel() * itemsize if plan.model.autocast else 0  # the head's weight, as autocast casts it
-    if isinstance(microbatch.inputs, PaddedRows):  # log-probabilities and two gradients, of 4 bytes each
+    if microbatch.inputs.padding_mask is not None:  # log-probabilities and two gradients, of 4 bytes each
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))

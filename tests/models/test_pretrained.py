@@ -13,11 +13,10 @@ from support.pytests import refused
 from support.runs import TINY, Bomb, change_json
 
 from dpo.data.tokenizer import load_tokenizer
-from dpo.losses import IGNORE_INDEX
 from dpo.models import pretrained
 from dpo.models.adapters import add_adapter, count_parameters
-from dpo.models.layouts import Padded
-from dpo.models.logprobs import sequence_logps
+from dpo.models.logprobs import padded_logps
+from dpo.models.packing import pad
 from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_archive
 
@@ -47,15 +46,14 @@ def test_training_forwards_are_evaluation_forwards_bit_for_bit(family, tmp_path)
 
 
 def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():
-    [rows] = Padded().split(list_examples(rows=4), 1)
-    ids, mask, labels, _ = vars(rows.inputs).values()
+    rows = pad(list_examples(rows=4), 40)
     for dtype, expected, limit in ((torch.bfloat16, torch.float32, 1e-6), (torch.float64, torch.float64, 1e-13)):
         model = build("llama", dtype=dtype)
-        logits = model(ids, attention_mask=mask).logits.to(expected)
-        picked = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0)).squeeze(2)
-        ours = sequence_logps(model, ids, mask, labels).logps.sum(-1)
+        logits = model(rows.input_ids).logits.to(expected).flatten(0, 1)[rows.scored]
+        ours = padded_logps(model, rows, None).logps.flatten()[rows.slots]
         assert ours.dtype == expected
-        torch.testing.assert_close(ours, (picked * (labels[:, 1:] != IGNORE_INDEX)).sum(1), rtol=limit, atol=0)
+        picked = logits.log_softmax(-1).gather(1, rows.targets[:, None]).squeeze(1)
+        torch.testing.assert_close(ours, picked, rtol=limit, atol=0)
 
 
 def load_float32(name: str):

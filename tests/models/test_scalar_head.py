@@ -47,7 +47,7 @@ def test_each_response_gets_the_reward_of_its_text_alone(family):
     alone = [[model(ids).logits.item() for ids in one_side] for one_side in texts]
     packed, why = choose_layout("shared_prefix", model, max_length=40, compute_dtype=torch.float32)
     assert isinstance(packed, SharedPrefix), why
-    for layout in (Padded(), Padded(masked=False), packed):
+    for layout in (Padded(gives_rewards=True), Padded(masked=False, gives_rewards=True), packed):
         [microbatch] = layout.split(examples, 1)
         rewards = layout.forward(model, microbatch.inputs).logps
         assert rewards.shape == (2, 7, 1)

@@ -6,8 +6,7 @@ from support.runs import GOLDEN, TINY, run_script
 
 from benchmarks.compare import Shape, count_flops
 from dpo.data.examples import Example
-from dpo.models.layouts import pad
-from dpo.models.packing import pack
+from dpo.models.packing import pack, pad
 
 LLAMA = (f"model.name_or_path={TINY}", "model.block_name=null", "batch_size=4")
 SMALL = (
