@@ -90,7 +90,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "checkpoint.saver:gather checkpoint.saver:restore parallel.mesh:__init__ system.launching:init_distributed "
         "system.run_directory:write_run_facts trainers:peak_memory_gb training.start:record_setup"
     ),
-    f"{RUNS}::test_features_train_as_on_a_cpu": "models.pretrained:load_model models.scoring:seeded_generators",
+    f"{RUNS}::test_features_train_as_on_a_cpu": "models.pretrained:load_model",
     f"{RUNS}::test_doctor_computes_on_every_gpu": (
         "commands.doctor:check_devices commands.doctor:_sum system.host:has_bfloat16 utils:print_gpu_memory"
     ),

@@ -47,7 +47,7 @@ class OnlinePair(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    max_new_tokens: int
+    max_new_tokens: int = 0
     temperature: float = 1.0  # 0: the most probable token
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -65,14 +65,7 @@ CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own, with which the reference code samples
 
 
-def choose_sampling(
-    model: Any,
-    tokenizer: Any,
-    wanted: Mapping,
-    *,
-    chat: bool = False,
-    **fields: Any,
-) -> Sampling:
+def choose_sampling(model: Any, tokenizer: Any, wanted: Mapping, *, chat: bool = False, **fields: Any) -> Sampling:
     """Choose temperature, top-p and top-k: the value in `wanted`, else the generation config's, else a default.
 
     `wanted` has None for a value that the user did not set; `fields` are other fields of `Sampling`. Besides these

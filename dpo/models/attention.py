@@ -107,12 +107,7 @@ def attend_by_segments(
 
 
 def attend_in_bfloat16(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend in bfloat16 on a CPU, more than twice as fast as torch; leave all other cases to transformers' "sdpa".
 

@@ -108,10 +108,6 @@ EXAMPLES = {
 }
 
 
-class NeedsMerge(InputError):
-    """An adapter cannot be exported unless it is merged into its base."""
-
-
 def export(
     checkpoint: str | Path,
     out: str | Path,
@@ -123,9 +119,9 @@ def export(
 ) -> Path:
     """Write a directory for transformers, or nothing if that fails, and return its path.
 
-    `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an
-    adapter, unless `merge` is set. `verify` compares files with the checkpoint's checksums. Raises InputError if the
-    checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
+    `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an adapter, unless `merge` is
+    set. `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported
+    or `out` is not empty, and RunError if writing fails.
     """
     out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -135,7 +131,7 @@ def export(
         raise InputError(f"{checkpoint} holds no policy.pt or adapter, or no adapter for --merge")
     as_adapter = source.adapter is not None and not merge
     if as_adapter and (source.policy_file is None or dtype is not None):
-        raise NeedsMerge(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, add --merge")
+        raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, add --merge")
     if verify:
         files = {source.policy_file}
         if merge:
@@ -176,17 +172,14 @@ def export_last(plan: Plan, rank: int) -> None:
     latest = Path(plan.run.local_run_dir) / "LATEST"
     if rank == 0 and latest.exists() and not (latest / EXPORTED).exists():
         try:
-            is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
-            out = latest.resolve() / EXPORTED
-            out = export(latest, out, trust_remote_code=is_trusted, verify=False)
+            # `trust_remote_code` is decided by this run's command line, not by the checkpoint.
+            is_trusted = plan.model.trust_remote_code
+            out = export(latest, latest / EXPORTED, verify=False, trust_remote_code=is_trusted)
             print(describe_export(out), flush=True)
         except Exception as error:  # any failure is only a warning
-            command = f"dpo export {plan.run.local_run_dir} DIR"
-            if isinstance(error, NeedsMerge):
-                command += " --merge"
             warning = (
                 f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
-                f"to export it, run {command}"
+                f"dpo export {plan.run.local_run_dir} DIR exports it"
             )
             print(WarningLine(warning), file=sys.stderr)
     meet_rank_0("the export")  # the export may take longer than a barrier waits
@@ -194,18 +187,18 @@ def export_last(plan: Plan, rank: int) -> None:
 
 
 def _write_adapter(folder: Path, source: ModelPath) -> None:
-    """Write an adapter with its tokenizer and a card; NeedsMerge if PEFT cannot load its base."""
+    """Write an adapter with its tokenizer and a card; InputError if PEFT cannot load its base."""
     base_name = resolve_name(source.name)
     if source.archive is not None:
         exported = source.archive.parent / EXPORTED
         base_name = str(exported)
         if not (exported / "config.json").is_file():
-            raise NeedsMerge(
+            raise InputError(
                 f"the base of {source.adapter} is {source.archive}, which PEFT cannot load: add --merge, or export the "
                 f"base first: dpo export {source.archive} {exported}"
             )
     elif source.plan.model.random_init:
-        raise NeedsMerge(f"the base of {source.adapter} has random weights, which PEFT cannot load: add --merge")
+        raise InputError(f"the base of {source.adapter} has random weights, which PEFT cannot load: add --merge")
     config, _ = read_adapter(source.adapter)
     write_json(folder / CONFIG, config | {"base_model_name_or_path": base_name})
     shutil.copyfile(source.adapter / WEIGHTS, folder / WEIGHTS)
@@ -298,12 +291,7 @@ def _round(model: Any, state: Tensors, dtype: torch.dtype | None) -> Tensors:
     return {name: rounded[name] for name in state}
 
 
-def _update_stored(
-    model: Any,
-    state: Tensors,
-    stored: Tensors,
-    dtype: torch.dtype | None,
-) -> Tensors:
+def _update_stored(model: Any, state: Tensors, stored: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Return `stored`, the tensors of the base's files, with the trained weights in place of the old ones.
 
     Returns {} if it is unclear which is which. With `dtype`, tensors are cast to it, except those that are in float32
@@ -424,13 +412,7 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<=www)\.|:(?=//)", lambda match: f"&#{ord(match[0])};", escaped, flags=re.IGNORECASE)
 
 
-def _write_card(
-    folder: Path,
-    source: ModelPath,
-    model: Any,
-    *,
-    dtype: str | None = None,
-) -> None:
+def _write_card(folder: Path, source: ModelPath, model: Any, *, dtype: str | None = None) -> None:
     """Write `README.md`; `dtype` is the name of the dtype of a whole model's weights, and None for an adapter alone."""
     is_adapter = dtype is None
     values = {}
@@ -451,7 +433,6 @@ def _write_card(
         base_model=source.name if is_base_on_hub and not (is_adapter and source.archive) else None,
         datasets=[name for name in data.values() if HUB_ID.fullmatch(name)] or None,
         library_name="peft" if is_adapter else "transformers",
-        base_model_relation="adapter" if is_adapter else None,
         pipeline_tag="text-classification" if source.scalar_head else "text-generation",
         tags=tags or None,
         prompt_format=form,
@@ -460,7 +441,7 @@ def _write_card(
     facts = {"base": Path(source.name).name, "weights": weights, "data": data, **_list_facts(source, values)}
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     text = CARD.format(
-        method=escape_markdown(method),
+        method=method,
         code=_write_code(folder, source, model, is_adapter=is_adapter),
         reward=_write_reward_code(source, form) if source.scalar_head else "",
         form=f"Form of a prompt: `{PROMPT_FORMS[form]}`." if form else "",
@@ -485,12 +466,7 @@ def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
     """Return facts about the training, by name; a fact that is not known is None or empty."""
     checkpoint = read_file(source.policy_file) if source.policy_file else {}
     metrics = checkpoint.get("metrics") or {}
-    adapter = {}
-    if source.adapter is not None:
-        config = read_json(source.adapter / CONFIG)
-        adapter = {"r": config["r"], "alpha": config["lora_alpha"]}
     return {
-        "adapter": adapter,
         "examples trained on": checkpoint.get("step_idx"),
         "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
         # A value with a slash may be a local path.

@@ -64,11 +64,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_for_generation(
-    path: str | Path,
-    *,
-    reference: str | None = None,
-    form: str | None = None,
-    **options: Any,
+    path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any
 ) -> list[LoadedModel]:
     """Load a policy, then its reference if there is one; `options` are those of `find_model`.
 

@@ -40,12 +40,7 @@ class Microbatch(NamedTuple):
     offsets: Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
     @classmethod
-    def of(
-        cls,
-        examples: Sequence[Example],
-        indices: Sequence[int],
-        lay_out: Callable,
-    ) -> Microbatch:
+    def of(cls, examples: Sequence[Example], indices: Sequence[int], lay_out: Callable) -> Microbatch:
         """Make a microbatch of the examples at `indices`; `lay_out` makes `inputs` of a list of examples."""
         n = len(indices)
         fed = [examples[i] for i in indices] or examples[:1]  # one dummy if there are none
@@ -84,14 +79,7 @@ class Padded:
     masked: bool = True
     gives_rewards: bool = False  # the model is a reward model
 
-    def split(
-        self,
-        examples: Sequence[Example],
-        parts: int,
-        *,
-        rank: int = 0,
-        size: int = 1,
-    ) -> list[Microbatch]:
+    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches for each of `size` processes; return those of `rank`."""
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
         indices_of_all = np.array_split(np.arange(len(examples)), parts * size)  # the last arrays may be empty
@@ -125,14 +113,7 @@ class SharedPrefix:
     by_segments: bool = False  # one row, for `attend_by_segments`
     gives_rewards: bool = False  # the model is a reward model
 
-    def split(
-        self,
-        examples: Sequence[Example],
-        parts: int,
-        *,
-        rank: int = 0,
-        size: int = 1,
-    ) -> list[Microbatch]:
+    def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split as `Padded.split` does, but into microbatches with about equally many tokens."""
         # Neighbours in this list have examples of about equal length. The processes compute `size` neighbours at the
         # same time, one each, so none waits long for another.
@@ -262,13 +243,7 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 
 @torch.no_grad()
-def _find_difference(
-    model: Any,
-    layout: SharedPrefix,
-    longest: int,
-    longest_row: int,
-    tolerance: float,
-) -> str | None:
+def _find_difference(model: Any, layout: SharedPrefix, longest: int, longest_row: int, tolerance: float) -> str | None:
     """Run the model on pairs in `layout` and in `Padded`; return None if the results agree, else the reason.
 
     The reason is a phrase that continues the model's name. As in the run, the longest pair has `longest` tokens in its

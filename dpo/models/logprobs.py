@@ -151,13 +151,7 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
 LOGITS_IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
-def token_logps(
-    model: Any,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    with_squares: bool = False,
-) -> TokenLogps:
+def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool = False) -> TokenLogps:
     """Compute log-probabilities of `targets`, (N,), from hidden states, (N, H).
 
     They are computed in chunks, which the backward pass recomputes, so that few logits are in memory at once.

@@ -2,8 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from dpo.models.pretrained import (
     refuse_missing_weights,
 )
 from dpo.settings.plan import Plan
-from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike, from_rank_0, is_rank_0
 
@@ -68,21 +66,12 @@ class Scorer(NamedTuple):
         return scores
 
 
-@contextmanager
-def seeded_generators(*numbers: int) -> Iterator:
-    """Seed the generators of Python, numpy and torch by these numbers; afterwards they continue where they were."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
+def seed_generators(*numbers: int) -> None:
+    """Seed the generators of Python, numpy and torch, which a user's function may use, by these numbers."""
     seeds = np.random.SeedSequence(numbers).generate_state(4)
-    with torch.random.fork_rng(devices=range(count_gpus())):
-        random.seed(seeds.tobytes())
-        np.random.seed(seeds)
-        torch.manual_seed(int(seeds.view(np.uint64)[0]))
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    random.seed(seeds.tobytes())
+    np.random.seed(seeds)
+    torch.manual_seed(int(seeds.view(np.uint64)[0]))
 
 
 def load_function(spec: str, path: Path) -> Callable:
@@ -114,18 +103,12 @@ class RewardModel:
     beginning, as the end has the answer.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        rows: int,
-        form: str | None,
-    ):
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str | None):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
         self.rows = 1 if config.pad_token_id is None else rows  # by `pad_token_id` the model finds where texts end
+        self.pad_token_id = config.pad_token_id or 0
         limits = [length for length, _ in list_limits(model)]
         # XLNet has -1 positions, so only positive numbers are limits.
         limits += [tokenizer.model_max_length, NO_LIMIT, getattr(config, "max_position_embeddings", None) or 0]
@@ -143,11 +126,8 @@ class RewardModel:
         self.eos = ""
         if form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:  # else it appends EOS
             self.eos = tokenizer.eos_token or ""
-        self.inputs = ["input_ids", "attention_mask"]
         # Token types distinguish the prompt from the answer. Some models, such as RoBERTa, have none.
-        has_types = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.model_input_names
-        if form == "pair" and has_types:
-            self.inputs.append("token_type_ids")
+        self.has_types = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.model_input_names
         tokenizer.truncation_side = "left"
         self._encode = TextEncoder(tokenizer)
         config.use_cache = False  # nothing is generated
@@ -159,17 +139,13 @@ class RewardModel:
             rows = encoded[start : start + self.rows]
             inputs = {}
             for name in rows[0]:
-                padding = 0
-                if name == "input_ids":
-                    padding = self.model.config.get_text_config().pad_token_id or 0
-                values = pad_sequence(
-                    [torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=padding
-                )
-                inputs[name] = values.to(self.model.device)  # (rows, T)
+                padding = self.pad_token_id if name == "input_ids" else 0
+                values = [torch.tensor(row[name], device=self.model.device) for row in rows]
+                inputs[name] = pad_sequence(values, batch_first=True, padding_value=padding)  # (rows, T)
             scores += self.model(**inputs).logits.squeeze(-1).float().tolist()
         return scores
 
-    def encode(self, prompt: Prompt, answer: Answer) -> dict[str, list[int]]:
+    def encode(self, prompt: Prompt, answer: Answer) -> Mapping[str, list[int]]:
         """Encode prompt and answer as the model's inputs, truncated on the left.
 
         Special tokens that are spelled out in the answer or in messages are removed. Raises InputError if the form
@@ -191,8 +167,13 @@ class RewardModel:
             texts = [question, text]
             if self.form != "pair":
                 texts = [separator.join(texts)]
-            encoded = self.tokenizer(*texts, truncation=True, max_length=self.limit, return_attention_mask=True)
-            return {name: encoded[name] for name in self.inputs}
+            return self.tokenizer(
+                *texts,
+                truncation=True,
+                max_length=self.limit,
+                return_attention_mask=True,
+                return_token_type_ids=self.has_types,
+            )
         if self.form == "chat":
             problem = (
                 f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
