@@ -4,7 +4,6 @@ Weights that do not change stay mapped from their file; merged or converted ones
 """
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -123,8 +122,8 @@ def export(
     set. `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported
     or `out` is not empty, and RunError if writing fails.
     """
-    out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+    out = Path(out).expanduser().resolve()  # a directory could not replace a link
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or use another directory")
     source = find_model(checkpoint, **options)
     if source.adapter is None and (source.archive is None or merge):

@@ -97,10 +97,8 @@ class Padded:
         attention_mask = inputs.padding_mask if self.masked else None
         if self.gives_rewards or in_chunks:
             # This calls only the model's base and head, for which FSDP would gather no weights by itself.
-            by_response = run_as_forward(model, packed_logps, inputs, None, attention_mask)
-        else:
-            by_response = padded_logps(model, inputs, attention_mask, with_squares=with_squares)
-        return _by_example(by_response, inputs)
+            return run_as_forward(model, packed_logps, inputs, None, attention_mask)
+        return padded_logps(model, inputs, attention_mask, with_squares=with_squares)
 
 
 @dataclass
@@ -131,14 +129,7 @@ class SharedPrefix:
 
     def forward(self, model: nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Compute the same as `Padded.forward`."""
-        score = partial(packed_logps, with_squares=with_squares)
-        return _by_example(run_as_forward(model, score, inputs, self.windows), inputs)
-
-
-def _by_example(by_response: TokenLogps, inputs: Packed) -> TokenLogps:
-    """Arrange values of responses, (U, T), as (sides, B, T)."""
-    index = inputs.response_index
-    return map_tensors(lambda values: values.to(index.device)[index], by_response)
+        return run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
 
 
 GPU_ALIGNMENT = 64  # tokens; with other row lengths, CUDA's fused attention copies the mask in every layer
@@ -170,7 +161,7 @@ def choose_layout(
         else:
             longest = longest or max_length
             longest_row = min(n_responses * longest, 4 * max_length)
-            tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
+            tolerance = TOLERANCES.get(compute_dtype, 0.02)  # for bfloat16 and float16
             reason = _find_difference(model, layout, longest, longest_row, tolerance)
             # Processes that share the model must agree on the layout, as the order of their collectives follows from
             # it.
@@ -231,15 +222,12 @@ def find_windows(model: Any, max_length: int) -> Windows | str:
         if isinstance(limit, int) and 0 < limit < 4 * max_length:  # the longest row
             return f"attends locally ({key}={limit})"
     window = getattr(config, "sliding_window", None)
-    if window is None or window >= max_length or kinds == {"full_attention"}:
+    if window is None or window >= max_length:
         return {"full_attention": None}
-    if len(kinds) == 2:
-        return {"full_attention": None, "sliding_attention": window}
-    return {"sliding_attention": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds or {"sliding_attention"}}
 
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities
-HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 
 @torch.no_grad()

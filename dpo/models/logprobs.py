@@ -24,23 +24,23 @@ LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a
 
 
 class TokenLogps(NamedTuple):
-    """Log-probabilities of scored tokens of n responses, zero-padded to the longest, T; or their rewards (T = 1)."""
+    """Log-probabilities of scored tokens of responses, zero-padded to the longest, T; or their rewards (T = 1)."""
 
-    logps: Tensor  # (n, T)
-    squares: Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
+    logps: Tensor  # (sides, B, T)
+    squares: Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, detached
 
 
 def padded_logps(
     model: nn.Module, padded: Packed, attention_mask: Tensor | None, *, with_squares: bool = False
 ) -> TokenLogps:
-    """Compute log-probabilities of the U responses of `padded`, (U, T), from the logits that the model itself gives."""
+    """Compute log-probabilities of responses, (sides, B, T), from the logits that the model itself gives."""
     with _one_text_per_row():
         logits = model(padded.input_ids, attention_mask=attention_mask, use_cache=False).logits  # (R, L, V)
     logps = _log_softmax(logits.flatten(0, 1).index_select(0, padded.scored.to(logits.device)))  # (N, V)
     by_token = [logps.gather(1, padded.targets.to(logits.device)[:, None]).squeeze(1)]
     if with_squares:
         by_token.append((2 * logps.detach()).logsumexp(-1))
-    return _by_response(padded, TokenLogps(*by_token))
+    return _by_example(padded, TokenLogps(*by_token))
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _one_text_per_row() -> Iterator:
 def packed_logps(
     model: Any, packed: Packed, windows: Windows | None, attention_mask: Any = None, *, with_squares: bool = False
 ) -> TokenLogps:
-    """Compute log-probabilities of the U responses of `packed`, (U, T), or their rewards, (U, 1).
+    """Compute log-probabilities of responses, (sides, B, T), or their rewards, (sides, B, 1).
 
     Logits are computed in chunks. If `windows` is None the rows are padded, and the model gets `attention_mask`.
     """
@@ -73,21 +73,24 @@ def packed_logps(
         outputs = model.base_model(packed.input_ids, attention_mask=attention_mask, use_cache=False, **options)
     hidden = outputs.last_hidden_state.flatten(0, 1)  # (R * L, H)
     hidden = hidden[packed.scored.to(hidden.device)]  # (N, H)
-    if find_scalar_head(model) is not None:
-        by_token = TokenLogps(reward(model, hidden))
+    head = find_scalar_head(model)
+    if head is not None:
+        by_token = TokenLogps(head(hidden.to(head.weight.device)).squeeze(-1))  # the layers may be on several GPUs
     else:
         by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
-    return _by_response(packed, by_token)
+    return _by_example(packed, by_token)
 
 
-def _by_response(packed: Packed, by_token: TokenLogps) -> TokenLogps:
-    """Put values of scored tokens, (N,), into their slots, (U, T); other slots are 0."""
+def _by_example(packed: Packed, by_token: TokenLogps) -> TokenLogps:
+    """Arrange values of scored tokens, (N,), as (sides, B, T); those of a response are followed by zeros."""
+    index = packed.response_index
 
-    def fill(values: Tensor) -> Tensor:
-        table = values.new_zeros(math.prod(packed.shape)).index_put((packed.slots.to(values.device),), values)
-        return table.view(packed.shape).clone()  # FSDP warns of a view, even if nobody writes to it
+    def arrange(values: Tensor) -> Tensor:
+        slots = packed.slots.to(values.device)
+        by_response = values.new_zeros(math.prod(packed.shape)).index_put((slots,), values).view(packed.shape)
+        return by_response.to(index.device)[index]
 
-    return map_tensors(fill, by_token)
+    return map_tensors(arrange, by_token)
 
 
 def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:
@@ -120,10 +123,8 @@ class _PickedLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        logps = []
-        for rows, row_targets in _in_pieces(logits, targets[:, None]):
-            logps.append(_log_softmax(rows).gather(1, row_targets))
-        return torch.cat(logps).squeeze(1)
+        pieces = _in_pieces(logits, targets[:, None])
+        return torch.cat([_log_softmax(rows).gather(1, row_targets) for rows, row_targets in pieces]).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -193,10 +194,6 @@ def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bo
 class ScalarHead(nn.Linear):
     """A head that computes in float32 or higher: in half precision a reward has only three digits."""
 
-    def __init__(self, weight: nn.Parameter):
-        super().__init__(weight.shape[1], 1, bias=False, device="meta")  # its weight is replaced below
-        self.weight = weight
-
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         return (x.to(dtype) * self.weight.to(dtype)).sum(-1, keepdim=True)  # autocast would round a matrix product
@@ -212,7 +209,8 @@ def install_scalar_head(model: Any) -> None:
     """Make a model's head a `ScalarHead`; InputError unless it classifies sequences with one output."""
     head = getattr(model, HEAD, None)
     if type(head) is nn.Linear and head.out_features == 1 and head.bias is None:
-        model.score = ScalarHead(head.weight)
+        model.score = ScalarHead(head.in_features, 1, bias=False, device="meta")
+        model.score.weight = head.weight
     elif not isinstance(head, ScalarHead):
         raise InputError(
             f"{type(model).__name__} is not a sequence classification model with a linear head `{HEAD}`, one output "
@@ -225,8 +223,3 @@ def draw_head(model: Any, seed: int) -> Tensor:
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     return std * torch.randn(1, model.score.in_features, generator=generator)
-
-
-def reward(model: Any, hidden: Tensor) -> Tensor:
-    """Compute rewards, (n,), from hidden states of last tokens, (n, H)."""
-    return model.score(hidden.to(model.score.weight.device)).squeeze(-1)  # the layers may be on several GPUs

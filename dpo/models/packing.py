@@ -89,14 +89,12 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         sort_keys[example.prompt] = (max(n_longest, count_tokens(example)), first)
     order = sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
     costs = []  # for each example in `order`, the number of its tokens that no earlier one feeds
-    fed = set()  # the keys of `lengths` below: (prompt, None) for a prompt, (prompt, response) for a response
+    fed = set()  # (prompt, response), or (prompt, None) for the prompt alone
     for i in order:
         prompt = examples[i].prompt
-        lengths = {(prompt, None): len(prompt)}
-        for response in examples[i].responses:
-            lengths[prompt, response] = len(response[:-1])
-        costs.append(sum(length for segment, length in lengths.items() if segment not in fed))
-        fed.update(lengths)
+        new = {(prompt, response) for response in (None, *examples[i].responses)} - fed
+        costs.append(sum(len(prompt if response is None else response[:-1]) for _, response in new))
+        fed |= new
     # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
     # middle of its cost lies, but every part gets at least one example.
     ends = np.cumsum(costs)

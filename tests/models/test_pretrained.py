@@ -50,7 +50,7 @@ def test_softmax_is_in_float32_for_a_bfloat16_model_and_stays_in_float64():
     for dtype, expected, limit in ((torch.bfloat16, torch.float32, 1e-6), (torch.float64, torch.float64, 1e-13)):
         model = build("llama", dtype=dtype)
         logits = model(rows.input_ids).logits.to(expected).flatten(0, 1)[rows.scored]
-        ours = padded_logps(model, rows, None).logps.flatten()[rows.slots]
+        ours = padded_logps(model, rows, None).logps.transpose(0, 1).flatten()[rows.slots]
         assert ours.dtype == expected
         picked = logits.log_softmax(-1).gather(1, rows.targets[:, None]).squeeze(1)
         torch.testing.assert_close(ours, picked, rtol=limit, atol=0)
