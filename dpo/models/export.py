@@ -113,14 +113,13 @@ def export(
     *,
     dtype: str | None = None,
     merge: bool = False,
-    verify: bool = True,
     **options: Any,
 ) -> Path:
     """Write a directory for transformers, or nothing if that fails, and return its path.
 
     `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an adapter, unless `merge` is
-    set. `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported
-    or `out` is not empty, and RunError if writing fails.
+    set. Raises InputError if the checkpoint cannot be exported or is damaged, or `out` is not empty, and RunError if
+    writing fails.
     """
     out = Path(out).expanduser().resolve()  # a directory could not replace a link
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -131,14 +130,13 @@ def export(
     as_adapter = source.adapter is not None and not merge
     if as_adapter and (source.policy_file is None or dtype is not None):
         raise InputError(f"{checkpoint} holds an adapter: to write a model without one, or in a dtype, add --merge")
-    if verify:
-        files = {source.policy_file}
-        if merge:
-            files.add(source.archive)
-        for file in files - {None}:
-            if (file.parent / MANIFEST).exists():  # the reference code writes none
-                shards = (path.name for path in list_shards(file))
-                check_complete(file.parent, only={file.name, CONFIG, WEIGHTS, *shards})
+    files = {source.policy_file}
+    if merge:
+        files.add(source.archive)
+    for file in files - {None}:
+        if (file.parent / MANIFEST).exists():  # the reference code writes none
+            shards = (path.name for path in list_shards(file))
+            check_complete(file.parent, only={file.name, CONFIG, WEIGHTS, *shards})
     problem = f"{out} could not be written, and nothing was left there"
     with explaining((OSError, SafetensorError), lambda why: RunError(f"{problem}: {why}")), replacing(out) as folder:
         folder.mkdir(parents=True)
@@ -173,8 +171,7 @@ def export_last(plan: Plan, rank: int) -> None:
         try:
             # `trust_remote_code` is decided by this run's command line, not by the checkpoint.
             is_trusted = plan.model.trust_remote_code
-            out = export(latest, latest / EXPORTED, verify=False, trust_remote_code=is_trusted)
-            print(describe_export(out), flush=True)
+            print(describe_export(export(latest, latest / EXPORTED, trust_remote_code=is_trusted)), flush=True)
         except Exception as error:  # any failure is only a warning
             warning = (
                 f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
@@ -203,7 +200,7 @@ def _write_adapter(folder: Path, source: ModelPath) -> None:
     shutil.copyfile(source.adapter / WEIGHTS, folder / WEIGHTS)
     base = load_structure(source, dtype=torch.float32)
     _write_tokenizer(folder, source, base)
-    _write_card(folder, source, base)
+    _write_card(folder, source, base, weights="an adapter")
 
 
 def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> None:
@@ -265,7 +262,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
         written |= {"id2label": config.id2label, "label2id": config.label2id, FORMAT_KEY: POLICY_FORMAT}
         written.pop("num_labels", None)
     write_json(folder / "config.json", written)
-    _write_card(folder, source, model, dtype=dtype_name)
+    _write_card(folder, source, model, weights=f"{type(model).__name__}, {dtype_name}")
 
 
 def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
@@ -325,8 +322,7 @@ def _find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
     A scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad.
     """
     added = tokenizer.added_tokens_decoder
-    named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]
-    for id in (tokenizer.pad_token_id, *named_pad, tokenizer.bos_token_id):
+    for id in (tokenizer.pad_token_id, tokenizer.bos_token_id):
         if id in added and added[id].special and id != tokenizer.eos_token_id and id < n_embeddings:
             return id
     return None
@@ -348,15 +344,15 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
     n_tokens = len(tokenizer)
     bind_template(tokenizer, source.plan.chat)
     n_embeddings = model.get_input_embeddings().num_embeddings
-    pad = _find_pad_token(tokenizer, n_embeddings)
     if source.scalar_head:
+        pad = _find_pad_token(tokenizer, n_embeddings)
         # A whole model can get an embedding for a new token; the base of an adapter must have one to spare.
         if pad is None and (n_tokens < n_embeddings or not (folder / CONFIG).exists()):
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         else:
             tokenizer.pad_token_id = pad
     elif (tokenizer.pad_token_id or 0) >= n_embeddings:
-        tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+        tokenizer.pad_token_id = tokenizer.eos_token_id
     _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
@@ -411,9 +407,9 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<=www)\.|:(?=//)", lambda match: f"&#{ord(match[0])};", escaped, flags=re.IGNORECASE)
 
 
-def _write_card(folder: Path, source: ModelPath, model: Any, *, dtype: str | None = None) -> None:
-    """Write `README.md`; `dtype` is the name of the dtype of a whole model's weights, and None for an adapter alone."""
-    is_adapter = dtype is None
+def _write_card(folder: Path, source: ModelPath, model: Any, *, weights: str) -> None:
+    """Write `README.md`, which says what the `weights` are."""
+    is_adapter = (folder / CONFIG).exists()
     values = {}
     form = None
     if source.run_dir:
@@ -436,7 +432,6 @@ def _write_card(folder: Path, source: ModelPath, model: Any, *, dtype: str | Non
         tags=tags or None,
         prompt_format=form,
     )
-    weights = "an adapter" if is_adapter else f"{type(model).__name__}, {dtype}"
     facts = {"base": Path(source.name).name, "weights": weights, "data": data, **_list_facts(source, values)}
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     text = CARD.format(

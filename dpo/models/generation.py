@@ -95,18 +95,18 @@ def load_for_generation(
         if source.run_dir is not None or source.archive is not None:
             dtype = DTYPES[plan.model.policy_dtype]
         init_seed = plan.run.seed if plan.model.random_init else None
-        key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype)
-        base = bases.get(key)
         # A base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest.
-        if base is None or (source.base_digest and source.base_digest != base.base_digest):
+        digest = source.base_digest or policy.base_digest
+        key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype, digest)
+        if key not in bases:
             # The run's own attention may need a GPU, unless it is eager.
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
             device_map = None if plan.quantized else choose_device_map()
             base = load_base(source, dtype, attention=attention, device_map=device_map)
-            base.base_digest = source.base_digest
             if plan.quantized:
                 quantize(base)
             bases[key] = base.eval()
+        base = bases[key]
         if source.adapter is not None:
             load_adapter(base, source.adapter, name)
         models.append(LoadedModel(name, base, tokenizer, form, source.adapter and name, source))

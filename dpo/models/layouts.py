@@ -155,14 +155,12 @@ def choose_layout(
     too, as it may not support shared prefixes. If the model attends by segments, the reason is raised as InputError.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
+    model_class = find_class_before_fsdp(model)
     if isinstance(layout, SharedPrefix):
-        if reference is not None and find_class_before_fsdp(reference) is not find_class_before_fsdp(model):
+        if reference is not None and find_class_before_fsdp(reference) is not model_class:
             reason = f"has a reference of another class, {find_class_before_fsdp(reference).__name__}"
         else:
-            longest = longest or max_length
-            longest_row = min(n_responses * longest, 4 * max_length)
-            tolerance = TOLERANCES.get(compute_dtype, 0.02)  # for bfloat16 and float16
-            reason = _find_difference(model, layout, longest, longest_row, tolerance)
+            reason = _find_difference(model, layout, longest or max_length, n_responses, compute_dtype)
             # Processes that share the model must agree on the layout, as the order of their collectives follows from
             # it.
             if on_any_process(reason is not None):
@@ -171,7 +169,7 @@ def choose_layout(
             layout = Padded(gives_rewards=layout.gives_rewards)
     if reason is None:
         return layout, None
-    reason = f"{find_class_before_fsdp(model).__name__} {reason}"
+    reason = f"{model_class.__name__} {reason}"
     if find_attention(model.config) == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {reason}: use sdpa")
     return layout, f"layout=padded: {reason}"
@@ -227,17 +225,23 @@ def find_windows(model: Any, max_length: int) -> Windows | str:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds or {"sliding_attention"}}
 
 
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities
+# Relative differences of summed log-probabilities, by dtype; other dtypes are bfloat16 and float16.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+HALF_PRECISION_TOLERANCE = 0.02
 
 
 @torch.no_grad()
-def _find_difference(model: Any, layout: SharedPrefix, longest: int, longest_row: int, tolerance: float) -> str | None:
+def _find_difference(
+    model: Any, layout: SharedPrefix, longest: int, n_responses: int, compute_dtype: torch.dtype
+) -> str | None:
     """Run the model on pairs in `layout` and in `Padded`; return None if the results agree, else the reason.
 
     The reason is a phrase that continues the model's name. As in the run, the longest pair has `longest` tokens in its
-    prompt and one response, and a packed row has `longest_row` tokens or more. The summed log-probabilities of a
-    response may differ by `tolerance`, relative to their size; rewards by more.
+    prompt and one response, and a packed row is as long as those of `n_responses` may be. The summed log-probabilities
+    of a response may differ by the tolerance for `compute_dtype`, relative to their size; rewards by more.
     """
+    tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
+    longest_row = min(n_responses * longest, 4 * layout.max_length)
     window = max(window or 0 for window in layout.windows.values())
     n_longest = max(longest, 12)  # the lengths below must be positive
     # The second pair has shorter responses, but not very short ones: in bfloat16 a sum over 3 tokens once differed by

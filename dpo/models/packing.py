@@ -184,7 +184,7 @@ def pad(examples: Sequence[Example], length: int, *, for_rewards: bool = False) 
 
 def by_side(lists: Sequence[Sequence[int]], *, fill: int) -> Tensor:
     """Transpose B lists, one per example, to (sides, B) int64, with `fill` after shorter ones."""
-    return torch.tensor([*zip_longest(*lists, fillvalue=fill)], dtype=torch.int64).reshape(-1, len(lists))
+    return torch.tensor([*zip_longest(*lists, fillvalue=fill)], dtype=torch.int64)
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -281,11 +281,9 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> Tensor:
     tree = packed.tree
     branch = packed.branch
     position = packed.position_ids
-    mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)
-    # `&=` works in place, without memory for a second (R, L, L) mask
+    # This works in place, without memory for a second (R, L, L) mask.
+    mask = (tree[:, :, None] == tree[:, None, :]).tril_()  # (R, queries, keys)
     mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
-    length = tree.shape[1]
-    mask &= torch.ones(length, length, dtype=torch.bool, device=tree.device).tril()
     if window is not None:
         mask &= position[:, :, None] - position[:, None, :] < window
     return mask[:, None]

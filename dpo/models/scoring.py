@@ -51,11 +51,12 @@ class Scorer(NamedTuple):
 
         @torch.no_grad()
         def compute() -> list[float]:
-            raw_scores = list(self.score(prompts, answers))
-            for score in raw_scores:
+            scores = []
+            for score in self.score(prompts, answers):
                 if isinstance(score, str | bytes):
                     raise TypeError(f"the score {score!r} is text")
-            return list(map(float, raw_scores))
+                scores.append(float(score))
+            return scores
 
         scores = run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
