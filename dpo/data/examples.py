@@ -253,14 +253,13 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     # where the kept text may begin: a turn, and how many of its characters are left out
-    begins = [(start, 0) for start in users]
-    begins += [(start, n) for start in users[-1:] for n in range(1, len(messages[start]["content"]))]
+    turns = [(start, 0) for start in users]
+    characters = [(start, n) for start in users[-1:] for n in range(len(messages[start]["content"]))]
     apply = partial(apply_template, encode.tokenizer, tools=prompt.tools)
     render = partial(render_until_answer, apply, continued=is_prefilled(messages))
 
-    def encode_from(begin: tuple[int, int]) -> list[int]:
-        """Tokenize the system turn, and the turns from where the kept text begins."""
-        start, n_left_out = begin
+    def encode_from(start: int, n_left_out: int) -> list[int]:
+        """Tokenize the system turn, and the turns from `start` on without the first `n_left_out` characters."""
         first = {**messages[start], "content": messages[start]["content"][n_left_out:]}
         text = render([*system, first, *messages[start + 1 :]])
         kept = text[: len(text) - n_cut_off]
@@ -272,8 +271,11 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
             return None
         # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, as does `encode_from`
         n_cut_off = len(whole) - len(prompt.text)
-        # the later the text begins, the fewer tokens it has: a binary search finds the first beginning that fits
-        index = bisect_left(begins, True, key=lambda begin: len(encode_from(begin)) <= limit)
-        return encode_from(begins[index]) if index < len(begins) else None
+        for begins in (turns, characters):
+            # the later the text begins, the fewer tokens it has: a binary search finds the first beginning that fits
+            index = bisect_left(begins, True, key=lambda begin: len(encode_from(*begin)) <= limit)
+            if index < len(begins):
+                return encode_from(*begins[index])
     except TemplateRejects:
-        return None
+        pass
+    return None
