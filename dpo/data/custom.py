@@ -207,9 +207,7 @@ class Reader:
                 if self.is_rendered:
                     self._note_unused_keys(prompt, row_notes)
                     prompt = template.render(prompt, row_notes)
-                else:
-                    # a prompt that is not tokenized apart may be a chat that the user has rendered, with EOS
-                    refuse_eos([*prompt.responses, prompt.text] if self.is_apart else prompt.responses, self.tokenizer)
+                refuse_eos(prompt, self.tokenizer)
                 add_notes(notes, row_notes)
                 prompts.append(prompt._replace(rows=[number] * len(prompt.examples)))
             except InputError as error:

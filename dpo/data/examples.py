@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.prompt_forms import is_prefilled
-from dpo.data.schema import Prompt, naming_place
+from dpo.data.schema import Prompt
 from dpo.data.templates import TemplateRejects, apply_template, render_until_answer
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
@@ -106,8 +106,8 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         mixed = prompt._replace(
             responses=other.responses,
             cuts=other.cuts,
-            # as many examples as before, as `index` is one of them; the other prompt may have fewer
-            examples=[other.examples[i % len(other.examples)] for i in range(len(prompt.examples))],
+            # at least as many examples as before, as `index` is one of them; the other prompt may have fewer
+            examples=other.examples * len(prompt.examples),
             # if a template has rendered either, EOS may be inside the texts
             rendered=prompt.rendered or other.rendered,
             apart=prompt.apart and other.apart,
@@ -189,9 +189,7 @@ def _make_example(
 ) -> Example:
     """Make an Example from its token ids: end the responses with EOS, and truncate prompt and responses."""
     texts = prompt.texts(index)
-    if not prompt.rendered:
-        with naming_place(f"dataset {prompt.dataset}"):
-            refuse_eos([*texts.values(), prompt.text] if prompt.apart else texts.values(), encode.tokenizer)
+    refuse_eos(prompt, encode.tokenizer)
     all_pieces = [tokens.responses[i] for i in prompt.roles(index).values()]
     whole = []  # each response, not yet truncated
     for text, pieces in zip(texts.values(), all_pieces, strict=True):
@@ -201,7 +199,9 @@ def _make_example(
             response += (encode.eos,)
         whole.append(response)
     longest = max(map(len, whole), default=0)
-    kept_prompt = truncate_prompt(prompt, tokens.prompt, encode, max_length - longest, max_prompt_length)
+    kept_prompt = tokens.prompt
+    if len(kept_prompt) + longest > max_length:
+        kept_prompt = truncate_prompt(prompt, kept_prompt, encode, max_prompt_length)
     room = max_length - len(kept_prompt)
     if prompt.apart and longest > room:
         # by the reference code's rule a response may not use the room that a short prompt leaves
@@ -234,10 +234,8 @@ def _make_example(
     )
 
 
-def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, room: int, limit: int) -> list[int]:
-    """Cut a prompt's token ids to `limit`, but only if they are more than `room`."""
-    if len(ids) <= room:
-        return ids
+def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, limit: int) -> list[int]:
+    """Cut a prompt's token ids to `limit`."""
     if prompt.truncation_mode == "keep_turns" and len(ids) > limit:
         ids = shorten_chat(prompt, encode, limit) or ids
     return ids[:limit] if prompt.truncation_mode == "keep_start" else ids[-limit:]

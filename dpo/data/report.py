@@ -14,7 +14,7 @@ import numpy as np
 from dpo.data.custom import DataOptions
 from dpo.data.examples import Example, ExampleId, TextExample, encode_examples
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
-from dpo.data.schema import WARNING_SHARE, Prompt, naming_place
+from dpo.data.schema import WARNING_SHARE, Prompt
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_special_tokens, refuse_eos
 from dpo.errors import WarningLine
@@ -116,11 +116,7 @@ class SplitCounter:
         """Yield the prompts as they are, and count each; raises InputError for a text that contains EOS."""
         report = self.report
         for prompt in prompts:
-            if not prompt.rendered:
-                with naming_place(f"dataset {prompt.dataset}"):
-                    # a prompt that is not tokenized apart may be a chat that the user has rendered, which may have EOS
-                    texts = [*prompt.responses, prompt.text] if prompt.apart else prompt.responses
-                    refuse_eos(texts, self.encode.tokenizer)
+            refuse_eos(prompt, self.encode.tokenizer)
             report.prompts += 1
             prompt_format = RAW
             if prompt.rendered:

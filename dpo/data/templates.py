@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.prompt_forms import is_prefilled
 from dpo.data.schema import THOUGHTS, WARNING_SHARE, Messages, Prompt, check_unicode, common_prefix, is_scored
-from dpo.data.tokenization import (
-    compile_special_tokens,
-    list_end_strings,
-    match_any,
-    quote_around,
-    remove_final_eos,
-)
+from dpo.data.tokenization import compile_special_tokens, list_end_strings, match_any, quote_around, remove_final_eos
 from dpo.errors import InputError, WarningLine, one_sentence
 from dpo.redaction import shorten
 
@@ -165,7 +159,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         end = match_any(list_end_strings(tokenizer)).pattern
-        # the first of the end tokens that close a turn, and one that a template writes only before the next turn
+        # the first of the end tokens with which a turn ends, and an end token that only begins the next turn
         self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
         self._next_end = re.compile(rf"\s*(?:{end})")
         self._rendered: dict[str, str] = {}  # of `_render_marked`
@@ -179,14 +173,20 @@ class ChatTemplate:
         Raises InputError if messages have control tokens, or if the template rejects them, renders the prompt
         differently before a response, or leaves out all that the user or an answer says.
         """
-        if not self.tokenizer.chat_template:
+        if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
             )
         self._refuse_control_tokens(prompt)
         messages = prompt.messages or []
         continued = is_prefilled(messages) and all(answer[0]["role"] == "assistant" for answer in prompt.responses)
-        chats = [_join(messages, answer, continued) for answer in prompt.responses]
+        chats = [messages + answer for answer in prompt.responses]
+        if continued:
+            *context, begun = messages
+            chats = [
+                [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]
+                for first, *others in prompt.responses
+            ]
         apply = partial(apply_template, self.tokenizer, tools=prompt.tools)
         texts = []
         cuts = []
@@ -327,12 +327,3 @@ class ChatTemplate:
         if scored_end == start:
             raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
         return remove_final_eos(dialogue[start:scored_end], self.tokenizer), cuts
-
-
-def _join(prompt: Messages, answer: Messages, continued: bool) -> Messages:
-    """Join a prompt and an answer to a chat; if `continued`, the answer's first message continues the prompt's last."""
-    if not continued:
-        return prompt + answer
-    *context, begun = prompt
-    first, *others = answer
-    return [*context, {**begun, **first, "content": begun["content"] + first["content"]}, *others]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
+from dpo.data.schema import Prompt
 from dpo.errors import InputError
 from dpo.redaction import redact
 
@@ -65,14 +66,22 @@ def quote_around(text: str, position: int) -> str:
     return repr(redact(text[:position])[-SHOWN:] + redact(text[position:])[:SHOWN])
 
 
-def refuse_eos(texts: Iterable[str], tokenizer: Any) -> None:
-    """Raise InputError for a text that has EOS among its tokens."""
+def refuse_eos(prompt: Prompt, tokenizer: Any) -> None:
+    """Raise InputError for a text of a prompt or its responses that has EOS among its tokens.
+
+    A prompt that is not tokenized apart may have it, as it may be a chat that the user has rendered; so may all texts
+    that a chat template has rendered.
+    """
     eos = getattr(tokenizer, "eos_token", None)
+    if prompt.rendered or not eos:
+        return
+    texts = [*prompt.responses, prompt.text] if prompt.apart else prompt.responses
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
-        if eos and eos in text and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
+        if eos in text and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
+            place = f"dataset {prompt.dataset}: " if prompt.dataset else ""
             raise InputError(
-                f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
+                f"{place}a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
                 f"remove it from {quote_around(text, text.index(eos))}"
             )
 
