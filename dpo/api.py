@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError, RunError
 from dpo.redaction import redact
-from dpo.settings.command_line import PARSER, check_line, parse, parse_key
+from dpo.settings.command_line import PARSER, check_line, parse, parse_key, quote
 from dpo.settings.places import store_rows
 from dpo.system import host
 from dpo.system.launching import end_with_parent
@@ -117,10 +116,7 @@ def _write_value(value: Any) -> str:
         return "{" + ",".join(f"{name}:{_write_value(part)}" for name, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_write_value, value))}]"
-    if isinstance(value, (str, Path)):  # quotes are escaped, and so are backslashes before a quote
-        text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", str(value))
-        return "'" + text.replace("'", r"\'") + "'"
-    return str(value)
+    return quote(str(value)) if isinstance(value, (str, Path)) else str(value)
 
 
 def _train_in_child(overrides: Sequence[str]) -> Path:

@@ -110,9 +110,10 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator:
     """
     try:
         yield
+    except (InputError, RunError):
+        raise
     except Exception as error:
-        is_explained = isinstance(error, (InputError, RunError))
-        if is_explained or is_memory_error(error) or is_lost_contact(error):
+        if is_memory_error(error) or is_lost_contact(error):
             raise
         raise make(error) from error
 

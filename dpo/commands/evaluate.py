@@ -8,8 +8,6 @@ JUDGE_API_KEY or OPENAI_API_KEY. The same command continues an interrupted evalu
 Exit status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -87,13 +85,13 @@ def main(arguments: list[str]) -> None:
         run_lm_eval(options)
     if options.judge:
         try:
-            judge_answers(options, arguments)
+            judge_answers(options)
         except KeyboardInterrupt:
             print("finished work is kept: the same command continues", file=sys.stderr)
             raise
 
 
-def judge_answers(options: Any, arguments: list[str]) -> None:
+def judge_answers(options: Any) -> None:
     """Draw the answers of both models, let the judge compare them, and write the result."""
     policy, other = load_pair(options)
     folder = find_folder(options, policy.path)
@@ -108,10 +106,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
     if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        written = shlex.join(["dpo", "evaluate", *arguments])
-        written = re.sub(r"(--j\w*[ =])human\b", r"\1verdicts:verdicts.jsonl", written)
-        written = re.sub(r" '?--lm[\w-]*[ =]\S+", "", written)  # its tasks have run
-        print(f"then: {redact(written)}")
+        print("then repeat this command with --judge verdicts:FILE, the file that the page saves")
         return
     verdicts = judge(pairs)
     scores = []
@@ -169,9 +164,7 @@ def judge_answers(options: Any, arguments: list[str]) -> None:
 
 def find_folder(options: Any, source: ModelPath) -> Path:
     """Return the directory of the results: --out, else `evaluation` in the model's run or the current directory."""
-    if options.out:
-        return options.out
-    return (source.run_dir or Path()) / "evaluation"
+    return options.out or (source.run_dir or Path()) / "evaluation"
 
 
 def load_pair(options: Any) -> list[LoadedModel]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import transformers
@@ -116,14 +117,12 @@ def complete_card(folder: Path, source: ModelPath, run_id: str | None) -> None:
 def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
     """Yield what each evaluation in a run's directory says of a model, whose policy.pt has the path `model`."""
     for file in sorted(run_dir.glob("evaluation/evaluation-*.json")):
-        try:
+        result = None
+        with suppress(InputError):
             result = read_json(file)
-            if not has_form(result, {"settings": dict, "sentences": list}):
-                raise InputError(f"{file} is not a result of dpo evaluate")
-        except InputError as error:
-            print(f"left out of the card: {error}")
-            continue
-        if result["settings"].get("model") == model:
+        if not has_form(result, {"settings": dict, "sentences": list}):
+            print(f"left out of the card: {file} is not a result of dpo evaluate")
+        elif result["settings"].get("model") == model:
             judge = file.stem.partition("-")[2]
             yield " ".join([f"Judged by {judge}:", *map(str, result["sentences"])])
 

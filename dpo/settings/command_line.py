@@ -151,7 +151,7 @@ def _expand_model(override: str, line: CommandLine) -> list[str]:
     are_models = all(find_local(name) or HUB_ID.fullmatch(name) for name in names)
     if not override.startswith("model=") or not are_models:
         return [override]
-    meaning = path_override = f"model.name_or_path={','.join(map(_quote, names))}"
+    meaning = path_override = f"model.name_or_path={','.join(map(quote, names))}"
     is_config = {*names} <= {*line.list_choices("model")}
     if is_config:
         meaning = f"its config; the directory is model=./{names[0]}"
@@ -160,8 +160,9 @@ def _expand_model(override: str, line: CommandLine) -> list[str]:
     return [override] if is_config else ["model=blank_model_bfloat16", path_override]
 
 
-def _quote(value: str) -> str:
-    escaped = value.replace('"', '\\"')
+def quote(text: str) -> str:
+    """Quote a text in the grammar of overrides, which reads the same text from it."""
+    escaped = re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', r"\"")  # also backslashes before a quote
     return f'"{escaped}"'
 
 
@@ -308,7 +309,7 @@ def _explain_override(override: str, line: CommandLine) -> str | None:
             return (
                 f"{key}={value} cannot be read: quote the parts with other characters than letters, digits and spaces"
             )
-        return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={_quote(value.strip(QUOTES))}')}"
+        return f"{key}={value} cannot be read: write {shlex.quote(f'{key}={quote(value.strip(QUOTES))}')}"
     if "glob(" in value or (parsed.is_sweep_override() and not line.is_sweep):
         number = value.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", value) else "ONE"  # a decimal comma
         return (
