@@ -133,5 +133,5 @@ def add_model_options(parser: argparse.ArgumentParser, *template_names: str) -> 
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run the Python code that comes with a model or tokenizer; a run's config.yaml cannot allow it",
+        help="run a model's own Python code, which a run's config.yaml cannot allow",
     )

@@ -37,6 +37,9 @@ TRIED = (  # keys that the command sets itself, most of them to several values i
     "trainer", "world_size", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps",
     "activation_checkpointing", "microbatch_size",
 )  # fmt: skip
+SHOWN = (
+    "trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps", "activation_checkpointing",
+)  # fmt: skip
 NUMBER = (int, float)
 RATES_FORM = {
     "memory_gb": NUMBER,
@@ -184,12 +187,8 @@ def measure(plans: Sequence[Plan], estimator: Estimator) -> dict:
             break
     work = estimator.estimate_work(plan, frozen)
     seconds = estimate_seconds(plan, work, estimator.rates)
-    keys = ("trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps")
     return {
-        "settings": {
-            **{key: plan.values[key] for key in keys if plan.values.get(key)},
-            "activation_checkpointing": plan.training.activation_checkpointing,
-        },
+        "settings": {key: plan.values[key] for key in SHOWN if plan.values.get(key) is not None},
         "lacking_gb": lacking_gb,
         "memory_gb": {purpose: n_bytes / 1e9 for purpose, n_bytes in memory.items()},
         "collectives": {key: {"calls": n, "gb": work.n_bytes[key] / 1e9} for key, n in sorted(work.calls.items())},

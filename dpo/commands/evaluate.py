@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     option("--judge-model", metavar="NAME", help="the server's model")
     option("--parallel", type=parse_count, default=8, help="calls of a server at a time (default: 8)")
     option("--timeout", type=parse_as("collective_timeout_secs"), default=60, help="seconds for a call (default: 60)")
-    option("--lm-eval", metavar="TASKS", help="run these tasks of lm-eval on the exported model, instead or as well")
+    option("--lm-eval", metavar="TASKS", help="tasks of lm-eval for the exported model, instead or as well")
     option("--include-path", metavar="DIR", help="your own tasks of lm-eval")
     add_model_options(parser)
     options = parser.parse_args(arguments)
@@ -106,7 +106,7 @@ def judge_answers(options: Any) -> None:
     if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        print("then repeat this command with --judge verdicts:FILE, the file that the page saves")
+        print("then repeat this command with --judge verdicts:SAVED_FILE")
         return
     verdicts = judge(pairs)
     scores = []
@@ -242,7 +242,7 @@ def answer_both(models: list[LoadedModel], prompts: list, sampling: Sampling, fo
 def run_lm_eval(options: Any) -> None:
     """Run lm-eval's own command on the model of transformers that a run exported."""
     if not is_installed("lm_eval"):
-        raise InputError("--lm-eval needs lm-eval, which is not installed: pip install 'lm-eval[hf]'")
+        raise InputError("--lm-eval needs lm-eval: pip install 'lm-eval[hf]'")
     source = find_model(
         options.model, hub=True, template=options.chat_template, trust_remote_code=options.trust_remote_code
     )

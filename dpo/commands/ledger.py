@@ -47,7 +47,7 @@ def list_pairs(pairs: list[dict], texts: dict[str, dict[str, str]]) -> Iterator[
         line = (
             f"  {pair['example']} {pair['dataset']} ({pair['split']}), {count(pair['n_visits'], 'visit')}: margin "
             f"{signed(pair['first_margin'])} at first, {signed(pair['last_margin'])} at last; on average "
-            f"{figure(pair['relative_margin'], 2)} times the median size of margins at that time"
+            f"{figure(pair['relative_margin'], 2)} times the median size of margins"
         )
         if pair["tie"] is not None:  # the policy drew the pair
             line += f"; scores: chosen {pair['score_chosen']:.3g}, rejected {pair['score_rejected']:.3g}"
@@ -84,11 +84,11 @@ def main(arguments: list[str]) -> None:
     lines = [
         f"{count(summary.rows, 'visit')} of {count(summary.examples, 'example')}, of which "
         f"{count(summary.truncated, 'is', 'are')} truncated.",
-        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} that were seen "
+        f"Pairs that never flip: {summary.n_never_flipped:,} of {count(summary.n_seen_again, 'pair')} seen "
         "at least twice were never ranked right.",
         *list_pairs(summary.never_flipped, texts),
         f"Suspected label noise: {count(summary.n_suspected_noise, 'pair')} ranked wrong at every visit, on average by "
-        "at least the median size of margins at that time.",
+        "at least the median size of margins.",
         *list_pairs(summary.suspected_noise, texts),
     ]
     if note:

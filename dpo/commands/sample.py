@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("sample", __doc__)
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
-    option("--reference", metavar="DIR", help="reference, instead of the model that the run started from; or none")
+    option("--reference", metavar="DIR", help="the reference, or none; default: what the run started from")
     add_sampling_options(parser)
     option("--format", choices=[*PROMPT_FORMS], help="form of prompts, instead of that in training")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")

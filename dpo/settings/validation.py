@@ -167,7 +167,7 @@ def find_plan_warnings(p: Plan) -> Iterator[str]:
             "set trainer=FSDPTrainer"
         )
     if p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR:
-        yield f"lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much"
+        yield f"lr={lr} is a learning rate for all weights: for an adapter, try ten times as much"
     decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)
     shrinks = optimizer in (*keys.DECAYS_BY_LR, *plugins.OPTIMIZERS) or arguments.get("decoupled_weight_decay")
     if p.trains_half_precision and shrinks and isinstance(decay, int | float):
@@ -212,7 +212,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
             ("loss.wpo loss.ld_alpha", loss.trains_on == "pairs" and loss.reference,
              "a loss of pairs with a reference, such as loss=dpo"),
             ("loss.f_divergence", loss.reference and loss.margin_only,
-             "a loss that depends only on the difference of the log-ratios, such as loss=dpo"),
+             "a loss of the difference of log-ratios, such as loss=dpo"),
             ("unpair", loss.trains_on == "labels", "a loss of labels, such as loss=kto"),
             ("online.sync_reference_every", p.reference == "model" and not p.lora,
              "lora=none and a loss with a reference, such as loss=dpo"),
