@@ -6,7 +6,6 @@ The support matrix comes from the checks of a command line. A number stands for 
 import re
 from collections.abc import Sequence
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,9 @@ def draw_matrix() -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are not in `docs/`."""
-    File = import_module("mkdocs.structure.files").File  # not at the top, as tests read the matrix without mkdocs
+    # not at the top, as tests read the matrix without mkdocs
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]
+
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "support.md", content=draw_matrix()))

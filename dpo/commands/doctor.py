@@ -31,25 +31,18 @@ LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 FEWEST_OPEN_FILES = 4096  # a hard limit that suffices for several processes, each with data, sockets and checkpoints
 
 
-def read_requirements() -> list[Requirement]:
-    """Read the requirements of the installed package and its extras.
-
-    In a clone that is not installed, these are only the ones without an extra.
-    """
-    try:
-        lines = requires("dpo-train") or []
-    except PackageNotFoundError:
-        lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    # An extra that names other extras is left out.
-    return [Requirement(line) for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
-
-
 def check_packages() -> list[str]:
-    """Print which packages there are, and return what is wrong with them."""
+    """Print which of the required and optional packages there are, and return what is wrong with them."""
     problems = []
     installed = {"python": platform.python_version()}
     optional = []
-    requirements = read_requirements()
+    try:
+        lines = requires("dpo-train") or []
+    except PackageNotFoundError:  # in a clone that is not installed, the extras are left out
+        lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    # An extra that names other extras is left out.
+    named = [line for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
+    requirements = list(map(Requirement, named))
     # An extra that lacks a package is not in use, so the versions of its other packages do not matter.
     unused_extras = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
     for requirement in requirements:

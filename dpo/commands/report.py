@@ -7,12 +7,10 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from dpo.analysis.curves import draw_charts
 from dpo.analysis.page import render, write_report
@@ -23,12 +21,6 @@ from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
 LONGEST_WAIT_SECS = 10  # for what a browser sends next
-
-
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # an OSError means that the browser closed the connection
-            super().handle_error(request, client_address)
 
 
 @command
@@ -68,6 +60,10 @@ def serve(paths: list[Path], port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         timeout = LONGEST_WAIT_SECS
 
+        def handle(self) -> None:
+            with suppress(OSError):  # the browser closed the connection
+                super().handle()
+
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile
             pages = {"/": ("all", runs)}  # (name, runs that are shown), by address
@@ -97,7 +93,7 @@ def serve(paths: list[Path], port: int) -> None:
             pass
 
     try:
-        server = _Server(("127.0.0.1", port), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
         raise InputError(f"--port {port} cannot be served: {error}; choose another --port") from error
     port = server.server_port  # the system has chosen it for --port 0

@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -427,11 +426,11 @@ def compose_config(**chosen: str) -> dict:
 
     An unknown option counts as `none`, and an unknown loss as MISSING.
     """
-    return copy.deepcopy(_compose(**chosen))  # a caller may change it
+    return OmegaConf.to_container(_compose(**chosen))  # type: ignore[return-value]
 
 
 @cache  # the files do not change while a process runs
-def _compose(**chosen: str) -> dict:
+def _compose(**chosen: str) -> DictConfig:
     config = OmegaConf.load(CONFIG_DIR / "config.yaml")
     options = {}
     for entry in config.pop("defaults"):
@@ -448,7 +447,7 @@ def _compose(**chosen: str) -> dict:
             config[group] = _load_options(file)
         else:
             config[group] = {"name": MISSING}
-    return OmegaConf.to_container(config)  # type: ignore[return-value]
+    return config  # type: ignore[return-value]
 
 
 def _load_options(file: Path) -> DictConfig:
