@@ -197,9 +197,7 @@ def _run_child(parent: int, folder: str) -> None:
     RUN_LOG.begin()
     with exiting_on_failure(RUN_LOG):
         try:
-            plan, problems = check_line(parse(sys.argv[1:]))
-            if problems:
-                raise InputError("\n".join(problems))
+            plan = check_line(parse(sys.argv[1:]))
             if plan is None:
                 raise InputError("dpo.run trains one run: leave out options such as -m")
             write_file(Path(folder, RUN_DIR_FILE), os.path.abspath(plan.run.local_run_dir).encode())

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     option = parser.add_argument
     option("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a directory or a Hub id")
     option("other", metavar="OTHER", nargs="?", help="default: what training began from")
-    option("--judge", metavar="JUDGE", help=JUDGES)
+    option("--judge", help=JUDGES)
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
     option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
     option("--labelled", type=parse_count, default=100, help="most labelled pairs to test the judge on (default: 100)")

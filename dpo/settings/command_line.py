@@ -80,14 +80,12 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     """
     try:
         line = parse(arguments)
+        if {*HELP, VERSION} & {*line.options}:
+            print(f"dpo {__version__}" if VERSION in line.options else help_text())
+            sys.exit()
+        plan = check_line(line)
     except InputError as error:
-        exit_with([str(error)])
-    if {*HELP, VERSION} & {*line.options}:
-        print(f"dpo {__version__}" if VERSION in line.options else help_text())
-        sys.exit()
-    plan, problems = check_line(line)
-    if problems:
-        exit_with(problems)
+        exit_with(str(error).splitlines())
     return [*line.options, *line.overrides, *line.search_path], plan
 
 
@@ -215,8 +213,11 @@ def _is_hydra_key(key: str) -> bool:
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
-    """Return the plan that `check_command_line` returns, and the problems of the run, or of all jobs of a sweep."""
+def check_line(line: CommandLine) -> Plan | None:
+    """Return the plan that `check_command_line` returns.
+
+    Raises an InputError that has the problems of the run, or of all jobs of a sweep, in a line each.
+    """
     problems = []
     refused = []
     for override in line.overrides:
@@ -255,9 +256,9 @@ def check_line(line: CommandLine) -> tuple[Plan | None, list[str]]:
                 plan = make_plan(plan.values, has_new_run_dir=plan.has_new_run_dir)
                 found = find_problems(plan)
             problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(refused_prefixes)]
-    if line.is_sweep:
-        plan = None
-    return plan, list(dict.fromkeys(problems))
+    if problems:
+        raise InputError("\n".join(dict.fromkeys(problems)))
+    return None if line.is_sweep else plan
 
 
 def _compose(overrides: list[str]) -> DictConfig:

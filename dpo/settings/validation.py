@@ -136,8 +136,7 @@ def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
-    problems += [problem for problem in _find_unmet(plan, refused=True) if problem.key not in wrong_keys]
-    checks = [*_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
+    checks = [*_find_unmet(plan, refused=True), *_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
     if plan.online:
         checks += _check_online(plan, plan.online)
     for sentence in checks:
@@ -191,12 +190,11 @@ def find_plan_warnings(p: Plan) -> Iterator[str]:
     unused = [name for name, source in p.data.dataset_sources.items() if source is not None and name not in datasets]
     if unused:
         yield f"dataset_sources has {', '.join(unused)}, which datasets={datasets} does not name"
-    for problem in _find_unmet(p, refused=False):
-        yield problem.sentence
+    yield from _find_unmet(p, refused=False)
 
 
-def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
-    """Yield a Problem for each key that is neither null nor its default, but has no effect, as its need is not met.
+def _find_unmet(p: Plan, *, refused: bool) -> Iterator[str]:
+    """Yield a sentence for each key that is neither null nor its default, but has no effect, as its need is not met.
 
     With `refused`, only keys whose lack of effect makes a run compute something other than was asked for; else only
     those that deserve a warning.
@@ -233,7 +231,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Problem]:
     for names, is_met, need in needs:
         for key in names.split():
             if not is_met and p.values.get(key) not in (None, defaults.get(key)):
-                yield Problem(key, f"{key}={_write_value(p.values[key])} needs {need}")
+                yield f"{key}={_write_value(p.values[key])} needs {need}"
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

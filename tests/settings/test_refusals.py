@@ -124,7 +124,7 @@ REFUSED = [
     (f"{DRAWN} loss.offset_by_margin=true", "loss.offset_by_margin=true needs margins"),
     ("loss=exo loss.label_smoothing=0", "loss=exo divides by loss.label_smoothing=0"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence"),
-    ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends"),
+    ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss of"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
     ("loss=kto loss.desirable_weight=0 loss.undesirable_weight=0", "loss.desirable_weight=0 and loss.undesirable_"),
     ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss"),

@@ -21,6 +21,7 @@ def compose(command: str) -> DictConfig:
 def find_refusals(command: str) -> list[str]:
     """The problems that train.py would print."""
     try:
-        return check_line(parse(shlex.split(command)))[1]
+        check_line(parse(shlex.split(command)))
     except InputError as error:
-        return [str(error)]
+        return str(error).splitlines()
+    return []
