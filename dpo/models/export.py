@@ -30,9 +30,8 @@ from dpo.errors import InputError, RunError, WarningLine, explaining, one_senten
 from dpo.losses import LOSSES
 from dpo.models.adapters import WEIGHTS, merge_adapter, read_adapter
 from dpo.models.answers import list_end_tokens
-from dpo.models.loading import load_base, resolve_name
-from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format
-from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure, read_archive
+from dpo.models.paths import CONFIG, ModelPath, find_model, find_prompt_format, resolve_name
+from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_model, load_structure, read_archive
 from dpo.models.published import (
     Tensors,
     add_keys_for_both_versions,
@@ -272,7 +271,7 @@ def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Ten
     base_dtype = None
     if source.run_dir is not None:  # the base as the run had it: in its dtype, and rounded to 4 bits if it was
         base_dtype = DTYPES[source.plan.model.policy_dtype]
-    base = load_base(source, base_dtype, attention="eager")
+    base = load_model(source, dtype=base_dtype)
     if source.run_dir is not None and source.plan.quantized:
         for layer in map(base.get_submodule, layers_to_quantize(base)):
             round_weight(layer)

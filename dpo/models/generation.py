@@ -12,9 +12,8 @@ from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import load_adapter, make_adapter_context
 from dpo.models.answers import Sampling, TokenIds, choose_sampling, generate
-from dpo.models.loading import load_base, resolve_name
-from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
-from dpo.models.pretrained import DTYPES, check_positions
+from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights, resolve_name
+from dpo.models.pretrained import DTYPES, check_positions, load_model
 from dpo.models.quantization import quantize
 from dpo.parallel.sharding import choose_device_map
 
@@ -95,14 +94,14 @@ def load_for_generation(
         if source.run_dir is not None or source.archive is not None:
             dtype = DTYPES[plan.model.policy_dtype]
         init_seed = plan.run.seed if plan.model.random_init else None
-        # A base with another recorded digest is loaded anew, so that `load_base` compares the files with the digest.
+        # A base with another recorded digest is loaded anew, so that `load_model` compares the files with the digest.
         digest = source.base_digest or policy.base_digest
         key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype, digest)
         if key not in bases:
             # The run's own attention may need a GPU, unless it is eager.
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
             device_map = None if plan.quantized else choose_device_map()
-            base = load_base(source, dtype, attention=attention, device_map=device_map)
+            base = load_model(source, dtype=dtype, attn_implementation=attention, device_map=device_map)
             if plan.quantized:
                 quantize(base)
             bases[key] = base.eval()

@@ -11,7 +11,7 @@ from dpo.checkpoint.saver import read_frozen_digest
 from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, base_weights, load_adapter
 from dpo.models.logprobs import install_scalar_head
-from dpo.models.paths import ModelPath, find_base, locate_weights
+from dpo.models.paths import ModelPath, find_base, locate_weights, resolve_name
 from dpo.models.pretrained import (
     DTYPES,
     check_positions,
@@ -34,12 +34,6 @@ FOLLOWING = "reference"  # the name of the checkpoint's part with a reference th
 
 
 # --- where models are ------------------------------------------------------------------------------------------------
-
-
-def resolve_name(name: str) -> str:
-    """Make a directory's path absolute; a Hub id stays as it is."""
-    path = Path(name)
-    return str(path.resolve()) if path.exists() else name  # resolved, as a link such as LATEST will move
 
 
 def find_model_config(plan: Plan) -> Any:
@@ -147,35 +141,18 @@ def model_loaders(plan: Plan, resume_from: Path | None = None) -> tuple[Callable
     def load(dtype: str, archive: Path | None) -> Any:
         if not is_rank_0():
             return make_structure(plan, dtype)
-        base = find_base(plan)._replace(archive=archive)
-        return load_base(base, DTYPES[dtype], device_map=device_map, stays_in_files=plan.trainer.multi_process)
+        return load_model(
+            find_base(plan)._replace(archive=archive),
+            dtype=DTYPES[dtype],
+            attn_implementation=plan.model.attn_implementation,
+            device_map=device_map,
+            stays_in_files=plan.trainer.multi_process,
+        )
 
     load_reference_base = None
     if plan.reference == "model":
         load_reference_base = partial(load, plan.reference_dtype, reference_archive)
     return partial(load, plan.model.policy_dtype, policy_archive), load_reference_base
-
-
-def load_base(source: ModelPath, dtype: torch.dtype | None, *, attention: str | None = None, **options: Any) -> Any:
-    """Load a model without its adapter; InputError if its weights do not have the recorded digest.
-
-    The default dtype is the config's, the default attention the plan's; `options` are those of `load_model`.
-    """
-    model = source.plan.model
-    base = load_model(
-        source,
-        dtype=dtype or load_config(source).dtype or torch.float32,
-        random_init=model.random_init,
-        seed=source.plan.run.seed,
-        attn_implementation=attention or model.attn_implementation,
-        **options,
-    )
-    if source.base_digest is not None and hash_weights(base_weights(base)) != source.base_digest:
-        raise InputError(
-            f"the base {source.name} has other weights than those that the adapter was trained on: restore its files, "
-            f"or add --model DIR"
-        )
-    return base
 
 
 def load_policy(policy: Any, plan: Plan, resume_from: Path | None) -> Any:

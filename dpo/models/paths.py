@@ -33,6 +33,8 @@ class ModelPath(NamedTuple):
     cache_dir: str | None = None
     trust_remote_code: bool = False
     scalar_head: bool = False  # it is read as a reward model
+    random_init: bool = False  # without an archive its weights are random, drawn from `seed`
+    seed: int = 0  # also of a scalar head that the weights lack
     plan: Plan | None = None  # the plan of its run, or the defaults, with `name` as `model.name_or_path`
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
     base_digest: str | None = None  # identifies the base on which an adapter was trained, if the run recorded it
@@ -68,6 +70,8 @@ def find_base(plan: Plan) -> ModelPath:
         cache_dir=plan.run.cache_dir,
         trust_remote_code=plan.model.trust_remote_code,
         scalar_head=plan.loss.scalar_head,
+        random_init=plan.model.random_init,
+        seed=plan.run.seed,
         plan=plan,
     )
 
@@ -105,6 +109,12 @@ def find_archive(archive: str | Path) -> Path:
 
 def _resolve(path: str | Path) -> Path:
     return Path(os.path.expanduser(path)).resolve()  # Path.expanduser would raise for "~name" of an unknown user
+
+
+def resolve_name(name: str) -> str:
+    """Make a directory's path absolute; a Hub id stays as it is."""
+    path = Path(name)
+    return str(path.resolve()) if path.exists() else name  # resolved, as a link such as LATEST will move
 
 
 def explaining_adapter(directory: Path) -> AbstractContextManager:

@@ -142,29 +142,29 @@ def refuse_offloading(model: Any) -> None:
 def load_model(
     source: ModelPath,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     attn_implementation: str = "eager",
-    random_init: bool = False,
-    seed: int = 0,
     device_map: str | dict | None = None,
     stays_in_files: bool = False,
 ) -> Any:
-    """Load a model in `dtype`, with dropout off.
+    """Load a model without its adapter in `dtype`, by default its config's, with dropout off.
 
-    Its weights are those of `source.archive`; without an archive, random ones if `random_init`, else the model's own.
-    If they lack a scalar head, it is drawn from `seed`; InputError if they lack anything else. With `stays_in_files`, a
-    parameter is a stub that takes no memory, and `read_weight` reads its value from the file. This has no effect on
-    random weights, nor if `map_weights` cannot map the model's own weights to its files.
+    Its weights are those of `source.archive`; without an archive, random ones if `source.random_init`, else the model's
+    own. If they lack a scalar head, it is drawn; InputError if they lack anything else, or do not have the recorded
+    digest. With `stays_in_files`, a parameter is a stub that takes no memory, and `read_weight` reads its value from
+    the file. This has no effect on random weights, nor if `map_weights` cannot map the model's own weights to its
+    files.
     """
     config = load_config(source)
+    dtype = dtype or config.dtype or torch.float32
     structure = None
     state = {}  # if it stays empty, transformers loads the model's own weights
     stored = {}  # by name, the tensor in a file that a stub in `state` stands for
     with explaining_load_errors("model", source.name):
-        if random_init and not source.archive:
+        if source.random_init and not source.archive:
             # Weights are drawn on the CPU in float32, so models of the same seed are equal up to rounding in any dtype.
             with torch.random.fork_rng(range(count_gpus())):  # without the range, torch warns of several GPUs
-                torch.manual_seed(seed)
+                torch.manual_seed(source.seed)
                 structure = load_structure(source, dtype=torch.float32, device="cpu")
             state = structure.state_dict()
         elif source.archive or stays_in_files:
@@ -188,11 +188,11 @@ def load_model(
         model, loading = load_onto(device_map, load, dtype=dtype, attn_implementation=attention)
         if source.scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
             loading["missing_keys"].remove(HEAD_WEIGHT)
-            model.score.weight.data.copy_(draw_head(model, seed))
+            model.score.weight.data.copy_(draw_head(model, source.seed))
         refuse_missing_weights(loading, f"model {source.name!r}", "were they saved with another class?")
         if state:
             model.name_or_path = model.config.name_or_path = source.name
-            if not random_init and not source.scalar_head:  # only a trained policy has settings for sampling
+            if not source.random_init and not source.scalar_head:  # only a trained policy has settings for sampling
                 model.generation_config = load_generation_config(source)
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 if name in stored:
@@ -200,7 +200,13 @@ def load_model(
             for tensor in (*model.parameters(), *model.buffers()):
                 if not hasattr(tensor, "stored"):  # copied, as it may be mapped from a file that is replaced later
                     tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        return _adjust(model, source, config)
+        _adjust(model, source, config)
+    if source.base_digest is not None and hash_weights(base_weights(model)) != source.base_digest:
+        raise InputError(
+            f"the base {source.name} has other weights than those that the adapter was trained on: restore its files, "
+            f"or add --model DIR"
+        )
+    return model
 
 
 def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files: bool = False) -> Tensors:

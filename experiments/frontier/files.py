@@ -88,4 +88,4 @@ def load_policy(model: Path, archive: Path) -> Any:
     from dpo.models.pretrained import load_model
 
     # `model` has a config and no weights; the archive has all of them
-    return load_model(ModelPath(str(model), archive), dtype=torch.float32, random_init=True).eval()
+    return load_model(ModelPath(str(model), archive, random_init=True), dtype=torch.float32).eval()

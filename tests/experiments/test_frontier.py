@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     """Random weights, larger than usual, so that responses differ in probability."""
     directory = tmp_path_factory.mktemp("frontier") / "model"
     files.write_model(directory, TASK)
-    found = load_model(ModelPath(str(directory)), dtype=torch.float32, random_init=True).eval()
+    found = load_model(ModelPath(str(directory), random_init=True), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.mul_(3)

@@ -193,7 +193,7 @@ def test_the_card_tells_what_is_known(home, run_dir, tmp_path, monkeypatch):
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a```\\n# b"\n'
     )
-    (run_dir / "env.json").write_text('{"git_commit": "abc123", "git_uncommitted_changes": false}')
+    (run_dir / "env.json").write_text('{"git_commit": "abc123", "packages": {}, "started": "2026-01-01"}')
 
     out = export(run_dir / "step-64", tmp_path / "out")
 

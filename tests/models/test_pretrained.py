@@ -179,7 +179,7 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(dtype, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.9}')  # not taken: it came with the trained weights
     torch.manual_seed(3)
     drawn = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).to(dtype)
-    ours = pretrained.load_model(ModelPath(str(tmp_path)), dtype=dtype, random_init=True, seed=3)
+    ours = pretrained.load_model(ModelPath(str(tmp_path), random_init=True, seed=3), dtype=dtype)
     weights, others = dict(ours.named_parameters()), dict(drawn.named_parameters())
     assert weights.keys() == others.keys()
     assert all(torch.equal(weight, others[key]) for key, weight in weights.items())

@@ -165,7 +165,8 @@ def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_l
     torch.save({"step_idx": 0, "state": body, "metrics": {}}, archive)
 
     def load(seed: int, file: Path | None = archive) -> dict[str, torch.Tensor]:
-        return load_model(ModelPath(str(TINY), file, scalar_head=True), dtype=torch.float32, seed=seed).state_dict()
+        source = ModelPath(str(TINY), file, scalar_head=True, seed=seed)
+        return load_model(source, dtype=torch.float32).state_dict()
 
     one, again, other, without = load(0), load(0), load(1), load(0, None)
     assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {HEAD_WEIGHT}
