@@ -10,7 +10,7 @@ from dpo.data.schema import Prompt, Row, Split, TruncationMode, hold_out
 from dpo.data.sources import MissingSplit, identify_source, load_rows
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
-from dpo.plugins import DATASETS, READERS, find_digests
+from dpo.plugins import DATASETS, READERS
 from dpo.settings.places import BUILT_IN, Source, find_source
 
 CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
@@ -139,8 +139,6 @@ def read_rows(name: str, source: Source, split: str, cache_dir: str | None = Non
 def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:
     """Make a JSON value that changes with a dataset's content; None if that cannot be known."""
     source = find_source(name, sources)
-    if not source.path:  # the demo changes only with the code
-        return name if name in BUILT_IN else None
-    identity = identify_source(source, cache_dir)
-    # a reader's code also decides what the rows are
-    return identity and [identity, source.reader, find_digests() if source.reader else None]
+    if source.path:
+        return identify_source(source, cache_dir)
+    return name if name in BUILT_IN else None  # the demo changes only with the code

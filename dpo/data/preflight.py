@@ -18,7 +18,7 @@ from dpo.data.loading import identify_dataset, load_splits
 from dpo.data.prompt_forms import CHAT
 from dpo.data.report import SplitCounter, SplitReport, encode_in_batches
 from dpo.data.schema import BAD, SPLITS, WARNING_SHARE, Prompt, write_lines
-from dpo.data.table import PromptTable, is_whole, number_prompts, read_facts, write_facts, write_prompts
+from dpo.data.table import PromptTable, is_whole, make_checksum, number_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
 from dpo.errors import InputError, RunError, WarningLine
@@ -28,7 +28,7 @@ from dpo.settings.keys import PACKAGE_DIR
 from dpo.settings.places import BUILT_IN
 from dpo.settings.plan import Plan
 from dpo.system.host import release_freed_memory
-from dpo.system.plain_files import remove, write_json
+from dpo.system.plain_files import read_json, remove, write_json
 from dpo.system.run_directory import PROBLEMS
 from dpo.system.users_code import hash_files
 from dpo.system.waiting import check_alike, once_per_machine
@@ -68,7 +68,7 @@ class TrainingData:
     @classmethod
     def open(cls, table: Path, tokenizer: Any, plan: Plan) -> TrainingData:
         """Map a table, and read the counts that were taken when it was built."""
-        facts = read_facts(table)
+        facts = read_json(table / "facts.json")
         reports = {split: SplitReport(**facts[split]) for split in SPLITS}
         per_epoch = reports["train"].prompts if plan.online else reports["train"].examples
         updates = count_updates(
@@ -143,11 +143,12 @@ def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
         try:
-            write_facts(directory, build_table(directory, plan, tokenizer))
+            write_json(directory / "facts.json", build_table(directory, plan, tokenizer))
             if make_key(plan, tokenizer) != key:
                 datasets = ", ".join(plan.data.datasets)
                 raise InputError(f"the data of {datasets} has changed while it was read: start again")
-            return directory.rename(folder / directory.name.replace(TEMPORARY, f"{key}-"))
+            name = directory.name.replace(TEMPORARY, f"{key}-{make_checksum(directory)}-")
+            return directory.rename(folder / name)
         finally:
             remove(directory)  # does nothing if the directory was renamed
             release_freed_memory()  # the loaders' texts were Python strings

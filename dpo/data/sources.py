@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from dpo.data.schema import Row, TableRow, is_message
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.plugins import find_digests
 from dpo.redaction import shorten
 from dpo.settings.places import SAVED, SPLIT_NAMES, SUFFIXES, TOOLS, Source, check_exists, find_suffix
 from dpo.system.host import go_offline_without_hub
@@ -116,7 +117,8 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
             if os.path.isfile(file):
                 stat = file.stat()  # every write sets ctime, but a program such as rsync may restore mtime
                 states.append((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return [dict(source.columns), states] if states else None
+    # the code of a plugin's reader also decides what the rows are
+    return [source, find_digests(), states] if states else None
 
 
 class MissingSplit(InputError):

@@ -1,13 +1,13 @@
 """Prompts with their responses, in files that all processes map, so that texts are in memory once per machine.
 
-A table is a directory `dpo-examples/KEY-...`. For each split it has a file of JSON lines, and one with the positions at
-which they end. `facts.json` has counts, and a checksum that every run verifies. Tables may be deleted at any time: the
-next run builds a new one.
+A table is a directory `dpo-examples/KEY-CHECKSUM-...`. For each split it has a file of JSON lines, and one with the
+positions at which they end. `facts.json` has counts. The checksum in the table's name is verified by every run. Tables
+may be deleted at any time: the next run builds a new one.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from dpo.data.schema import Prompt, Split
 from dpo.errors import InputError
-from dpo.system.plain_files import check_readable, read_json, write_json
+from dpo.system.plain_files import check_readable
 
 
 def number_prompts(splits: Iterable[tuple[str, Split]], *, keep_all: bool = False) -> Iterator[Prompt]:
@@ -74,28 +74,18 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(**json.loads(line.tobytes()))
 
 
-def read_facts(table: Path) -> Mapping:
-    return read_json(table / "facts.json")["facts"]
-
-
-def write_facts(table: Path, facts: Mapping) -> None:
-    """Write what was counted while a table was built, and a checksum of the facts and the table's files."""
-    write_json(table / "facts.json", {"facts": facts, "sha256": _make_digest(table, facts)})
-
-
 def is_whole(table: Path) -> bool:
-    """Whether a table's files are as they were when it was built."""
+    """Whether a table's files are as they were when it was built: the table's name has their checksum."""
     with suppress(InputError, OSError):
-        content = read_json(table / "facts.json")
-        return isinstance(content, dict) and content.get("sha256") == _make_digest(table, content.get("facts"))
+        return make_checksum(table) in table.name
     return False
 
 
-def _make_digest(table: Path, facts: Any) -> str:
-    """Return a digest of a table's files and facts; InputError or OSError if a file cannot be read."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name in ("train.jsonl", "train.npy", "test.jsonl", "test.npy"):
+def make_checksum(table: Path) -> str:
+    """Make a digest of a table's files; InputError or OSError if one cannot be read."""
+    digest = hashlib.sha256()
+    for name in ("facts.json", "train.jsonl", "train.npy", "test.jsonl", "test.npy"):
         check_readable(table / name)
         with (table / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]

@@ -22,7 +22,7 @@ from dpo.data import loading, preflight, report
 from dpo.data.custom import DataOptions
 from dpo.data.preflight import make_key, prepare_data
 from dpo.data.schema import Prompt
-from dpo.data.table import PromptTable, is_whole, read_facts, write_prompts
+from dpo.data.table import PromptTable, is_whole, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import RunError
 from dpo.settings.keys import SECTIONS, ChatPlan, DataPlan
@@ -76,7 +76,7 @@ def test_prompts_come_back_as_they_were(tmp_path):
 def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypatch):
     sources = {"mine": str(source / "train.jsonl")}  # whose columns, and test split, deserve a note
     first = prepare(tmp_path, sources)
-    columns, split = read_facts(first)["notes"]
+    columns, split = read_json(first / "facts.json")["notes"]
     assert "columns chosen=chosen, rejected=rejected" in columns
     assert split.startswith("test split of mine")
 
