@@ -240,8 +240,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         place = f"the {split} split of {datasets}"
         if not (report.prompts if plan.online else report.examples):
             raise InputError(
-                f"{place} has nothing to train on: {report.too_long:,} are too long, and lists of equal scores give "
-                f"none: raise max_length, or add records"
+                f"{place} has nothing to train on: {report.too_long:,} are too long: raise max_length, or add records"
             )
         if loss.mismatched and report.prompts < 2:
             raise InputError(
@@ -256,13 +255,12 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
     train = data.reports["train"]
     if 0 < train.examples <= train.identical_pairs + train.pairs_cut_alike and (plan.n_offline or not plan.online):
         raise InputError(
-            f"in all {count(train.examples, 'pair')} of {place} both responses are the same, as written, rendered or "
-            f"cut to max_length"
+            f"in all pairs of {place} both responses are the same, as written, rendered or cut to max_length"
         )
     if data.examples_per_epoch < batch_size:
         raise InputError(
-            f"{place} has {count(data.examples_per_epoch, 'example')}, too few for one batch of "
-            f"batch_size={batch_size}: set batch_size={data.examples_per_epoch} or add data"
+            f"{place} has {data.examples_per_epoch} examples, too few for one batch of batch_size={batch_size}: set "
+            f"batch_size={data.examples_per_epoch} or add data"
         )
     if plan.online and plan.n_offline and not data.train.counts.all():
         raise InputError(

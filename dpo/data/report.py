@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from dpo.data.custom import DataOptions
-from dpo.data.examples import Example, ExampleId, TextExample, encode_examples
+from dpo.data.examples import Example, TextExample, encode_examples
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
 from dpo.data.schema import WARNING_SHARE, Prompt
 from dpo.data.table import PromptTable
@@ -95,13 +95,13 @@ class SplitCounter:
     def __init__(self, encode: TextEncoder, options: DataOptions, training: Set[int] | None = None):
         self.encode = encode
         self.options = options
+        self.limits = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
         self.report = SplitReport()
         self.problems: list[dict] = []  # of records
         self.digests: set[int] = set()  # of the words of prompts and answers
         self._training = training
         self._weights: list[float] = []
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
-        self._unscored_starts: set[ExampleId] = set()  # examples that truncation might leave without a scored token
 
     def count(self, name: str, prompt: Prompt, index: int) -> None:
         """Count the prompt's example `index` in a field of the report, and add the example's row to `problems`."""
@@ -113,7 +113,10 @@ class SplitCounter:
         self.problems.append({"dataset": dataset, "record": record, "problem": problem, "reason": reason})
 
     def count_texts(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts as they are, and count each; raises InputError for a text that contains EOS."""
+        """Yield the prompts as they are, and count each.
+
+        Raises InputError for a text that contains EOS, and for a response that is left without a scored token.
+        """
         report = self.report
         for prompt in prompts:
             refuse_eos(prompt, self.encode.tokenizer)
@@ -163,9 +166,9 @@ class SplitCounter:
             report.undesirable += "rejected" in texts
         if not all(text.strip() for text in texts.values()):
             self.count("empty_responses", prompt, index)
-        # a response begins with a part that is not scored
+        # if a response begins with a part that is not scored, truncation might leave no scored token
         if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in prompt.roles(index).values()):
-            self._unscored_starts.add((prompt.index_in_split, index))
+            encode_examples([(prompt, index)], self.encode, **self.limits)  # only for the error that it raises
         if len(texts) > 2:  # a ranked list
             return
         chosen, rejected = texts.get("chosen"), texts.get("rejected")
@@ -179,15 +182,14 @@ class SplitCounter:
         self._seen.add(own)
 
     def count_tokens(self, prompts: PromptTable) -> None:
-        """Count tokens; raises InputError for a response that truncation leaves without a scored token."""
+        """Count tokens of all examples or of a sample."""
         report = self.report
         tokenizer = self.encode.tokenizer
         # the digest has the vocabulary, as another tokenizer may have the same ids for other tokens
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
         scored: list[dict[str, int]] = []  # tokens of each example's responses, by role
-        limits = {"max_length": self.options.max_length, "max_prompt_length": self.options.max_prompt_length}
-        for (prompt, index), example in encode_in_batches(self._draw_sample(prompts), self.encode, **limits):
+        for (prompt, index), example in encode_in_batches(self._draw_sample(prompts), self.encode, **self.limits):
             digest.update(repr((example.prompt, example.responses)).encode())
             scored.append(dict(zip(example.roles, example.n_scored, strict=True)))
             report.longest = max(report.longest, len(example.prompt) + max(map(len, example.responses), default=0))
@@ -208,10 +210,7 @@ class SplitCounter:
             report.effective_examples = float(weights.sum() ** 2 / (weights**2).sum())
 
     def _draw_sample(self, prompts: PromptTable) -> Iterator[TextExample]:
-        """Yield the examples whose tokens are counted: all of a small split, else a random sample.
-
-        `_unscored_starts` are always among them. The sample is the same in all processes and runs.
-        """
+        """Yield the examples whose tokens are counted: all of a small split, else a sample, the same in all runs."""
         # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.options.trains_on == "prompts" else prompts.counts
         numbers = range(int(counts.sum()))
@@ -219,7 +218,7 @@ class SplitCounter:
             numbers = set(random.Random(0).sample(numbers, SAMPLE_SIZE))
         ids = ((prompt, index) for prompt, n in enumerate(counts.tolist()) for index in range(n))
         for number, (prompt, index) in enumerate(ids):
-            if number in numbers or (prompt, index) in self._unscored_starts:
+            if number in numbers:
                 yield prompts[prompt], index
 
 

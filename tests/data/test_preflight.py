@@ -90,7 +90,7 @@ def test_pairs_that_are_all_without_a_difference_are_refused(three_pairs, tokeni
     begin = "\n\nHuman: a\n\nAssistant: b b b b b b"
     same = {"chosen": f"{begin} c", "rejected": f"{begin}{ends}"}
     write_rows(three_pairs / "train.jsonl", [same, same])
-    with refused("in all 2 pairs of the train split of hh both responses are the same"):
+    with refused("in all pairs of the train split of hh both responses are the same"):
         prepare(three_pairs, tokenizer, **limits)
     prepare(three_pairs, tokenizer, **limits, loss="sft", batch_size=1, gradient_accumulation_steps=1)
     write_rows(three_pairs / "train.jsonl", [same, {**same, "rejected": f"{begin[:-12]} e"}])

@@ -23,13 +23,12 @@ from support.runs import TINY
 from support.templates import THINKING_WITH_TOOLS, TRIMMED_WITH_TOOLS
 from transformers import AutoTokenizer
 
-from dpo.data import report
 from dpo.data.custom import DataOptions, get_custom
 from dpo.data.examples import make_labels
 from dpo.data.prompt_forms import make_chat
 from dpo.data.report import SplitCounter
 from dpo.data.schema import Prompt, read_messages
-from dpo.data.table import PromptTable, number_prompts, write_prompts
+from dpo.data.table import number_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
@@ -101,18 +100,14 @@ def test_a_prompt_ends_between_tokens(chat):
     assert [response[:11] for response in entry.responses] == ["<tool_call>", "<think>Gree"]
 
 
-def test_a_response_that_truncation_leaves_unscored_is_refused_before_the_run(chat, tmp_path, monkeypatch):
-    """Also if it is not in the sample whose tokens are counted."""
-    monkeypatch.setattr(report, "COUNTED_WHOLE", 1)
-    monkeypatch.setattr(report, "SAMPLE_SIZE", 1)
+def test_a_response_that_truncation_leaves_unscored_is_refused_before_a_sample_is_drawn(chat):
     results = {"chosen": RESULT, "rejected": {**RESULT, "content": "No."}}
     rows = [{side: [user(f"{i}?"), CALL, result, *SKY] for side, result in results.items()} for i in range(20)]
     tokenizer = chat(WITH_TOOLS)
     data = get_custom(rows, "mine", tokenizer)
     counter = SplitCounter(TextEncoder(tokenizer), DataOptions(max_length=10, max_prompt_length=8))
-    write_prompts(tmp_path / "a.jsonl", counter.count_texts(number_prompts([("mine", data)], keep_all=True)))
     with refused("is cut off before the assistant's first word: raise max_length"):
-        counter.count_tokens(PromptTable(tmp_path / "a.jsonl"))
+        list(counter.count_texts(number_prompts([("mine", data)])))
 
 
 def test_tools_reach_the_template_and_make_another_prompt(chat):
