@@ -97,8 +97,8 @@ class SplitCounter:
         self.options = options
         self.limits = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
         self.report = SplitReport()
-        self.problems: list[dict] = []  # of records
-        self.digests: set[int] = set()  # of the words of prompts and answers
+        self.problems: list[dict] = []  # what is wrong with which record
+        self.digests: set[int] = set()  # these stand for the words of prompts and answers
         self._training = training
         self._weights: list[float] = []
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
