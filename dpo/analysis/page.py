@@ -23,7 +23,6 @@ from dpo.settings.keys import compose_config, dotted
 from dpo.system.plain_files import check_own, write_file
 from dpo.system.run_directory import REPORT
 
-PAGE_FOLDER = Path(__file__).parent
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
 ABSENT = "\N{EN DASH}"  # shown for a result or setting that a run lacks
 NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")  # {}: the run
@@ -88,17 +87,17 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
     }
     if not several:
         context |= _describe_run(runs[0])
-    return fill_template(PAGE_FOLDER / "page.html.jinja", context)
+    return fill_template("analysis/page.html.jinja", context)
 
 
-def fill_template(file: Path, context: dict) -> bytes:
+def fill_template(name: str, context: dict) -> bytes:
     """Fill in a template with the variables in `context`, whose texts are escaped, and return the page in UTF-8.
 
-    The template may include others, from its own directory and from PAGE_FOLDER.
+    `name` is the template's path in the package `dpo`, as are the names of files that it includes.
     """
-    loader = FileSystemLoader([file.parent, PAGE_FOLDER])
+    loader = FileSystemLoader(Path(__file__).parents[1])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template(file.name).render(context).encode("utf-8", "replace")
+    return jinja.get_template(name).render(context).encode("utf-8", "replace")
 
 
 def _describe_run(run: LoggedRun) -> dict[str, Any]:

@@ -20,7 +20,6 @@ RESULT = {  # {} is the kind of judge
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
 }
-PAGE_FOLDER = Path(__file__).parent
 MOST_SHOWN = 100  # pairs on the page; the files have all
 
 
@@ -56,7 +55,7 @@ def write_result(
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
     page = folder / f"evaluation-{kind}.html"  # so that one judge does not replace the result of another
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
-    write_file(page, fill_template(PAGE_FOLDER / "result.html.jinja", context))
+    write_file(page, fill_template("judging/result.html.jinja", context))
     write_lines(folder / f"judged-{kind}.jsonl", lines)
     write_file(page.with_suffix(".json"), json.dumps({**facts, **numbers}, indent=2).encode())
     return page
@@ -76,4 +75,4 @@ def write_form(file: Path, pairs: list[Pair], drawn: dict) -> None:
             left, right = right, left
         rows.append({"pair": pair.id, "prompt": pair.question, "left": left, "right": right})
     write_lines(file.with_name("pairs.jsonl"), rows)
-    write_file(file, fill_template(PAGE_FOLDER / "form.html.jinja", {"pairs": rows, "drawn": drawn}))
+    write_file(file, fill_template("judging/form.html.jinja", {"pairs": rows, "drawn": drawn}))
