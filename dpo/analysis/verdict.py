@@ -78,9 +78,7 @@ def describe_change(run: LoggedRun) -> str:
     largest = max(map(abs, changes.values()), default=0.0)
     facts = []
     if answers:
-        facts.append(
-            f"{n_differ or 'none'} of {count(len(answers), 'answer')} to held-out prompts changed with training"
-        )
+        facts.append(f"{n_differ or 'none'} of {count(len(answers), 'answer')} to held-out prompts changed")
     if changes:
         names = RESPONSES.get(run.objective.trains_on, {})
         moved = ", ".join(f"{names.get(role, role)} {signed(change)}" for role, change in changes.items())
