@@ -93,28 +93,6 @@ class Reduced(NamedTuple):
         return {"online/kl": torch.stack(log_ratios)[:, indices].mean().item()}
 
 
-def reduce_metrics(metrics: MicrobatchMetrics, n_examples: int, mesh: Mesh, **scalars: Tensor) -> Reduced:
-    """Gather the metrics of a batch's `n_examples` examples from all processes, and sum each scalar over the processes.
-
-    The host waits for the device here, for one collective and one copy. All processes must have metrics of the same
-    names in the same order.
-    """
-    names = list(metrics[0][1])
-    indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
-    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
-    table = values.new_zeros(n_examples, len(names))  # (B, names)
-    # The rows of other processes' examples stay 0, so the sum over processes gathers all rows. Of the processes that
-    # see the same examples, only one fills in the rows.
-    if mesh.counts:
-        table.index_copy_(0, indices, values)
-    # Table and scalars are one tensor, so that one collective and one copy suffice.
-    flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
-    sums = mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
-    table_sums = sums[: table.numel()].view_as(table)
-    scalar_sums = sums[table.numel() :].tolist()
-    return Reduced(dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums, strict=True)))
-
-
 # --- the reference, and a cache of its log-probabilities for runs with the same reference, data and lengths ----------
 
 
@@ -440,11 +418,28 @@ class Objective:
     def reduce(
         self, metrics: MicrobatchMetrics, n_examples: int, cache_rows: Sequence[int], **scalars: Tensor
     ) -> Reduced:
-        """Call `reduce_metrics`, and store the reference's log-probabilities in the rows `cache_rows` of its cache.
+        """Gather the metrics of a batch's `n_examples` examples from all processes, and sum scalars over the processes.
 
-        Nothing is stored without rows, as for examples that do not come again.
+        The host waits for the device here, for one collective and one copy. All processes must have metrics of the same
+        names in the same order. The reference's log-probabilities are stored in the rows `cache_rows` of its cache;
+        without rows nothing is stored, as for examples that do not come again.
         """
-        reduced = reduce_metrics(metrics, n_examples, self.mesh, **scalars)
+        names = list(metrics[0][1])
+        indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
+        values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
+        table = values.new_zeros(n_examples, len(names))  # (B, names)
+        # The rows of other processes' examples stay 0, so the sum over processes gathers all rows. Of the processes
+        # that see the same examples, only one fills in the rows.
+        if self.mesh.counts:
+            table.index_copy_(0, indices, values)
+        # Table and scalars are one tensor, so that one collective and one copy suffice.
+        flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
+        sums = self.mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
+        table_sums = sums[: table.numel()].view_as(table)
+        scalar_sums = sums[table.numel() :].tolist()
+        reduced = Reduced(
+            dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums, strict=True))
+        )
         if self.loss.reference and cache_rows:
             self.reference.logps.store(cache_rows, self._stack_reference(reduced.examples))
         return reduced

@@ -13,7 +13,12 @@ from support.runs import read_json, read_rows
 
 from dpo.reporting.events import Callback, Callbacks, Evaluation, Sample, Update
 from dpo.reporting.files import FileLogger
-from dpo.training.objective import reduce_metrics
+from dpo.training.objective import MicrobatchMetrics, Objective, Reduced
+
+
+def reduce(metrics: MicrobatchMetrics, n: int, mesh: SimpleNamespace, **scalars: torch.Tensor) -> Reduced:
+    objective = SimpleNamespace(mesh=mesh, loss=SimpleNamespace(reference=False))
+    return Objective.reduce(objective, metrics, n, (), **scalars)
 
 
 def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_in_one_collective():
@@ -29,7 +34,7 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
         values[2:4] += torch.tensor([4.0, 1.0])  # another process has example 1
         return values
 
-    reduced = reduce_metrics(ours, 5, SimpleNamespace(add=add, counts=True), grad_norm=torch.tensor(7.0))
+    reduced = reduce(ours, 5, SimpleNamespace(add=add, counts=True), grad_norm=torch.tensor(7.0))
     assert reduced.examples["loss"].tolist() == [2, 4, 3, 10, 1]  # in the order of the examples
     assert reduced.examples["accuracy"].tolist() == [0, 1, 1, 0, 1]
     assert reduced.means() == {"loss": (2 + 4 + 3 + 10 + 1) / 5, "accuracy": 3 / 5}
@@ -40,7 +45,7 @@ def test_metrics_are_means_over_the_examples_of_all_microbatches_and_processes_i
 def test_of_processes_that_see_the_same_rows_one_counts_and_the_scalars_of_all_are_summed():
     part = [(torch.tensor([0]), {"loss": torch.tensor([3.0])})]
     mesh = SimpleNamespace(add=lambda values: values, counts=False)
-    peer = reduce_metrics(part, 1, mesh, stop=torch.tensor(1.0))
+    peer = reduce(part, 1, mesh, stop=torch.tensor(1.0))
     assert peer.examples["loss"].tolist() == [0]
     assert peer.scalars == {"stop": 1}
 
