@@ -111,22 +111,6 @@ class TrainerParts(RunState):
             RandomPart("random", self.mesh),
         ]
 
-    def _find_models(self, models: tuple | None, resume_from: Path | None) -> tuple:
-        """Return policy and reference: the caller's, or functions that load those of the plan.
-
-        The caller's models get the weights of the checkpoint that the run resumes from.
-        """
-        model = self.plan.model
-        if models:
-            policy, reference = models
-            if resume_from and self.plan.lora is None:  # with LoRA, `load_policy` loads the checkpoint's adapter
-                load_archive(unwrap(policy), resume_from)
-            if resume_from and reference is not None and self.plan.follow_every:
-                load_archive(unwrap(reference), resume_from / f"{FOLLOWING}.pt")
-            return models
-        self.progress.line(f"loading the model {resume_from or model.archive or model.name_or_path}")
-        return model_loaders(self.plan, resume_from)
-
     def _make_models(self, models: tuple | None, resume_from: Path | None) -> tuple[Any, Reference | None]:
         """Load and distribute policy and reference, if the run has one.
 
@@ -135,7 +119,16 @@ class TrainerParts(RunState):
         """
         plan = self.plan
         frozen_whole = agree_on_frozen_weights(plan, self.mesh, self.progress)
-        policy, reference_model = self._find_models(models, resume_from)
+        if models:
+            policy, reference_model = models
+            # They get the checkpoint's weights; with LoRA, `load_policy` loads its adapter.
+            if resume_from and plan.lora is None:
+                load_archive(unwrap(policy), resume_from)
+            if resume_from and reference_model is not None and plan.follow_every:
+                load_archive(unwrap(reference_model), resume_from / f"{FOLLOWING}.pt")
+        else:
+            self.progress.line(f"loading the model {resume_from or plan.model.archive or plan.model.name_or_path}")
+            policy, reference_model = model_loaders(plan, resume_from)
         policy = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, plan.data.max_length)
