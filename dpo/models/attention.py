@@ -32,10 +32,6 @@ QUERIES_AT_ONCE = 128  # queries at a time on a CPU: their scores stay in the pr
 _sdpa, _use_gqa_in_sdpa = sdpa_attention.sdpa_attention_forward, sdpa_attention.use_gqa_in_sdpa
 
 
-def find_attention(config: Any) -> str:
-    return config._attn_implementation
-
-
 def choose_attention(wanted: str) -> str | None:
     """Register this module's attention with transformers, and return the `attn_implementation` to load a model with.
 

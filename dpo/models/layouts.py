@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dpo.data.examples import Example
 from dpo.errors import InputError, is_memory_error, one_sentence
 from dpo.losses import RESPONSE_ROLES
-from dpo.models.attention import find_attention
 from dpo.models.logprobs import TokenLogps, find_scalar_head, packed_logps, padded_logps
 from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, pad, split_evenly
 from dpo.parallel.sharding import find_class_before_fsdp, run_as_forward
@@ -170,14 +169,14 @@ def choose_layout(
     if reason is None:
         return layout, None
     reason = f"{model_class.__name__} {reason}"
-    if find_attention(model.config) == VARLEN:
+    if model.config._attn_implementation == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {reason}: use sdpa")
     return layout, f"layout=padded: {reason}"
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
     """Choose as `choose_layout` does, but by the model's class and config alone, without running it."""
-    attention = find_attention(model.config)
+    attention = model.config._attn_implementation
     windows = find_windows(model, max_length)
     gives_rewards = find_scalar_head(model) is not None
     if isinstance(windows, str):  # the reason why prefixes cannot be shared
@@ -207,7 +206,7 @@ def find_windows(model: Any, max_length: int) -> Windows | str:
     The reason is a phrase that continues the model's name.
     """
     config = model.config.get_text_config()
-    attention = find_attention(config)
+    attention = config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or ())
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, masking_utils
 
 from dpo.errors import InputError
-from dpo.models.attention import attend_in_bfloat16, find_attention
+from dpo.models.attention import attend_in_bfloat16
 from dpo.models.packing import Packed, Windows, map_tensors, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import is_cpu, is_gpu
@@ -104,7 +104,7 @@ def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tenso
     if is_cpu(device):
         AttentionInterface.register("sdpa", attend_in_bfloat16)  # for additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
-    if find_attention(model.config) == "sdpa":
+    if model.config._attn_implementation == "sdpa":
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if dtype not in packed.masks:
         masks = packed.masks[dtype] = {}

@@ -22,7 +22,7 @@ from dpo.checkpoint.shards import SplitTensor
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, WarningLine
 from dpo.models.adapters import POLICY, adapter_weights, base_weights, count_parameters, list_dropouts
-from dpo.models.attention import choose_attention, find_attention
+from dpo.models.attention import choose_attention
 from dpo.models.logprobs import HEAD_WEIGHT, LM_HEAD, draw_head, install_scalar_head
 from dpo.models.paths import CONFIG, ModelPath, find_archive
 from dpo.models.published import Tensors, map_weights, replace_by_stubs, set_names_in_class
@@ -317,7 +317,7 @@ def list_limits(model: Any) -> list[tuple[float, str]]:
 def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
     """List lines for the log with what may surprise a model's user."""
     name = type(model).__name__
-    used_attention = find_attention(model.config)
+    used_attention = model.config._attn_implementation
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
     if hasattr(model, "names_in_class"):

@@ -20,7 +20,6 @@ from transformers.masking_utils import sdpa_mask
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.adapters import REFERENCE, make_adapter_context
-from dpo.models.attention import find_attention
 from dpo.models.layouts import layout_by_rules
 from dpo.models.loading import make_policy_structure, make_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
@@ -139,7 +138,7 @@ def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, froze
 
     def distribute_fake(model: Any, compute_dtype: str) -> Any:
         """Distribute a model as a run does, with fake tensors as its weights."""
-        if find_attention(model.config) == "sdpa":  # ours for CPUs reads values, which fake tensors do not have
+        if model.config._attn_implementation == "sdpa":  # ours for CPUs reads values, which fake tensors do not have
             AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
             AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
             model.set_attn_implementation(PLAIN_ATTENTION)

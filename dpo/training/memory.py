@@ -20,7 +20,6 @@ from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import RunError, WarningLine, is_memory_error, one_sentence
 from dpo.models.adapters import POLICY, adapter_weights, trained_parameters
-from dpo.models.attention import find_attention
 from dpo.models.layouts import GPU_ALIGNMENT, Layout, Microbatch, Padded, SharedPrefix, layout_by_rules
 from dpo.models.loading import make_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
@@ -278,7 +277,7 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
-    if find_attention(policy.config) not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
+    if policy.config._attn_implementation not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
         policy.set_attn_implementation("sdpa")
     if mesh is not None:
         cut_modules(dict(policy.named_modules()), find_plan(policy), mesh.device_mesh["tensor"])

@@ -20,7 +20,6 @@ import transformers
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.models.adapters import list_dropouts, trained_parameters
-from dpo.models.attention import find_attention
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, describe_model
@@ -93,9 +92,9 @@ def record_setup(plan: Plan, objective: Objective) -> str:
         sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items())
         processes += f" over {backend} ({sizes})"
     layout = "shared_prefix" if isinstance(objective.layout, SharedPrefix) else "padded"
-    attention = {"policy": find_attention(objective.policy.config)}
+    attention = {"policy": objective.policy.config._attn_implementation}
     if objective.reference:
-        attention["reference"] = find_attention(objective.reference.model.config)
+        attention["reference"] = objective.reference.model.config._attn_implementation
     if objective.mesh.rank == 0:
         add_run_facts(
             Path(plan.run.local_run_dir),
