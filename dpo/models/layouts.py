@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,16 +115,13 @@ class SharedPrefix:
         # Neighbours in this list have examples of about equal length. The processes compute `size` neighbours at the
         # same time, one each, so none waits long for another.
         indices_of_all = split_evenly(examples, parts * size)
-        return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
-
-    def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
-        return pack(
-            examples,
+        lay_out = partial(
+            pack,
             max_tree_tokens=None if self.by_segments else 2 * self.max_length,
             alignment=self.alignment,
-            length=length,
             for_rewards=self.gives_rewards,
         )
+        return [Microbatch.of(examples, indices, lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Compute the same as `Padded.forward`."""
@@ -247,12 +244,12 @@ def _find_difference(
     # 0.049 of its value, probably by rounding. A measurement of other responses gave at most 0.0010 for 40 tokens, and
     # 0.0006 for 100 (docs/LOG.md at commit b9dda52f).
     n_short = min(n_longest - 3, 60)
-    # The numbers of tokens in (prompt, chosen, rejected) of two pairs, and in a packed row; None: `pack` chooses it.
+    # The numbers of tokens in (prompt, chosen, rejected) of two pairs, and the alignment of packed rows.
     cases = (
         # Prompts are longer than any window, so a response does not attend to all of its prompt in a windowed layer.
-        ([(window + 5, 4, 6), (window + 2, 7, 3)], None),
+        ([(window + 5, 4, 6), (window + 2, 7, 3)], layout.alignment),
         # A pair and a row are as long as the run's longest, as a model may compute differently in long rows. The
-        # row has room for the prompt and both responses of the longest pair.
+        # row, of one unit of this alignment, has room for the prompt and both responses of the longest pair.
         ([(5, n_longest - 5, n_longest - 6), (2, n_short + 1, n_short)], max(longest_row, 2 * n_longest)),
     )
     vocab_size = model.config.get_text_config().vocab_size
@@ -266,15 +263,16 @@ def _find_difference(
     model.eval()
     try:
         with without_tf32(), without_compilation():
-            for lengths, row_length in cases:
+            for lengths, alignment in cases:
                 pairs = [
                     Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected)))
                     for prompt, chosen, rejected in lengths
                 ]
                 padded = plain.split(pairs, 1)[0].to(device).inputs
-                packed = map_tensors(lambda tensor: tensor.to(device), layout.pack(pairs, length=row_length))
+                packed = replace(layout, alignment=alignment).split(pairs, 1)[0].to(device).inputs
                 # All logits of long rows might not fit into memory.
-                expected = plain.forward(model, padded, in_chunks=row_length is not None).logps.sum(-1)  # (sides, B)
+                in_chunks = alignment > layout.alignment
+                expected = plain.forward(model, padded, in_chunks=in_chunks).logps.sum(-1)  # (sides, B)
                 difference = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
                 scale = expected.abs()
                 if layout.gives_rewards:

@@ -36,11 +36,8 @@ def padded_logps(
     """Compute log-probabilities of responses, (sides, B, T), from the logits that the model itself gives."""
     with _one_text_per_row():
         logits = model(padded.input_ids, attention_mask=attention_mask, use_cache=False).logits  # (R, L, V)
-    logps = _log_softmax(logits.flatten(0, 1).index_select(0, padded.scored.to(logits.device)))  # (N, V)
-    by_token = [logps.gather(1, padded.targets.to(logits.device)[:, None]).squeeze(1)]
-    if with_squares:
-        by_token.append((2 * logps.detach()).logsumexp(-1))
-    return _by_example(padded, TokenLogps(*by_token))
+    logits = logits.flatten(0, 1).index_select(0, padded.scored.to(logits.device))  # (N, V)
+    return _by_example(padded, TokenLogps(*_pick_logps(logits, padded.targets, with_squares=with_squares)))
 
 
 @contextmanager
@@ -136,6 +133,15 @@ class _PickedLogSoftmax(torch.autograd.Function):
         return logits, None
 
 
+def _pick_logps(logits: Tensor, targets: Tensor, *, with_squares: bool) -> tuple[Tensor, ...]:
+    """Compute the fields of `TokenLogps` for targets, (N,), from logits, (N, V), which the backward pass overwrites."""
+    logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
+    if not with_squares:
+        return (logps,)
+    squares = [(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())]
+    return logps, torch.cat(squares)
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
@@ -152,7 +158,7 @@ LOGITS_AT_ONCE = {"cpu": 2**25, "gpu": 2**27}
 LOGITS_IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
-def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool = False) -> TokenLogps:
+def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bool) -> TokenLogps:
     """Compute log-probabilities of `targets`, (N,), from hidden states, (N, H).
 
     They are computed in chunks, which the backward pass recomputes, so that few logits are in memory at once.
@@ -169,11 +175,7 @@ def token_logps(model: Any, hidden: Tensor, targets: Tensor, *, with_squares: bo
             logits = logits * factor
         elif (divisor := getattr(config, "logits_scaling", None)) is not None:
             logits = logits / divisor
-        logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
-        if not with_squares:
-            return (logps,)
-        squares = [(2 * _log_softmax(rows)).logsumexp(-1) for (rows,) in _in_pieces(logits.detach())]
-        return logps, torch.cat(squares)
+        return _pick_logps(logits, targets, with_squares=with_squares)
 
     n_logits = len(targets) * config.vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if is_gpu(hidden.device) else "cpu"]))

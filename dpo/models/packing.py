@@ -119,18 +119,13 @@ class _Tree:
 
 
 def pack(
-    examples: Sequence[Example],
-    *,
-    max_tree_tokens: int | None,
-    alignment: int = 1,
-    length: int | None = None,
-    for_rewards: bool = False,
+    examples: Sequence[Example], *, max_tree_tokens: int | None, alignment: int = 1, for_rewards: bool = False
 ) -> Packed:
-    """Pack examples into rows of `length`, or (None) of the length that costs least, rounded up to `alignment`.
+    """Pack examples into rows of the length that costs least, a multiple of `alignment`.
 
     A tree with more than `max_tree_tokens` is divided, and each part gets the prompt. If `max_tree_tokens` is None, all
-    trees are in one row, at least `length` long, and the result has `segments`. With `for_rewards`, responses are fed
-    with their last tokens, and `scored` has only each response's last scored token itself, which gets the reward.
+    trees are in one row, and the result has `segments`. With `for_rewards`, responses are fed with their last tokens,
+    and `scored` has only each response's last scored token itself, which gets the reward.
     """
     indices = {}  # (prompt, (response, cuts)) -> index among the distinct responses
     indices_of_examples = [
@@ -151,9 +146,7 @@ def pack(
     trees.sort(key=lambda tree: tree.n_fed, reverse=True)  # first-fit-decreasing wastes little space
     n_tokens = sum(tree.n_fed for tree in trees)
     if max_tree_tokens is None:
-        candidates = [max(length or 1, n_tokens)]
-    elif length is not None:
-        candidates = [length]
+        candidates = [max(1, n_tokens)]
     else:  # 17 lengths, from the longest tree's to twice that or all tokens: trying every length would take long
         shortest = max(1, trees[0].n_fed)
         longest_row = max(shortest, min(2 * shortest, n_tokens))
