@@ -172,7 +172,7 @@ def mark_truncation(example: Example, prompt: Prompt, tokenizer: Any) -> str:
         return prompt.text
     part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
     if prompt.truncation_mode == "keep_turns":
-        return str(part)
+        return part
     return f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}"
 
 

@@ -232,7 +232,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
         form = POLICY_FORMAT
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
     # Encode a prompt now, so that a format or template that does not fit is refused before training.
-    reward_model.encode(Prompt("Hello", [], [], "keep_start", rendered=False), NO_ANSWER)
+    reward_model.encode(Prompt("Hello", [], []), NO_ANSWER)
     return reward_model
 
 
