@@ -23,7 +23,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import describe_result
 from dpo.commands import add_model_options, command, make_parser
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
-from dpo.models.export import describe_export, escape_markdown, export
+from dpo.models.export import escape_markdown, export
 from dpo.models.paths import ModelPath, find_model
 from dpo.models.pretrained import DTYPES
 from dpo.redaction import REMEMBERED, redact
@@ -75,7 +75,6 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch, "model")
         folder = export(options.checkpoint, out, dtype=options.dtype, merge=options.merge, **model_options)
-        print(describe_export(folder))
         if options.gguf:
             convert(folder, options.gguf, options.llama_cpp)
         if options.push:

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def export(
     merge: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a directory for transformers, or nothing if that fails, and return its path.
+    """Write a directory for transformers, or nothing if that fails; print its size, and return its path.
 
     `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an adapter, unless `merge` is
     set. Raises InputError if the checkpoint cannot be exported or is damaged, or `out` is not empty, and RunError if
@@ -145,17 +145,12 @@ def export(
             _write_model(folder, source, dtype and DTYPES[dtype])
         for path in filter(Path.is_file, folder.rglob("*")):
             shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
-    return out
-
-
-def describe_export(folder: Path) -> str:
-    """Return a line with an export's directory and size, and for float32 weights the command that halves the size."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    sentence = f"exported {folder} ({size / 1e9:,.3g} GB)"
-    config = folder / "config.json"
-    if config.exists() and read_json(config)["dtype"] == "float32":
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    sentence = f"exported {out} ({size / 1e9:,.3g} GB)"
+    if not as_adapter and read_json(out / "config.json")["dtype"] == "float32":
         sentence += "; in half of that: dpo export RUN DIR --dtype bfloat16"
-    return sentence
+    print(sentence, flush=True)
+    return out
 
 
 def export_last(plan: Plan, rank: int) -> None:
@@ -169,8 +164,7 @@ def export_last(plan: Plan, rank: int) -> None:
     if rank == 0 and latest.exists() and not (latest / EXPORTED).exists():
         try:
             # `trust_remote_code` is decided by this run's command line, not by the checkpoint.
-            is_trusted = plan.model.trust_remote_code
-            print(describe_export(export(latest, latest / EXPORTED, trust_remote_code=is_trusted)), flush=True)
+            export(latest, latest / EXPORTED, trust_remote_code=plan.model.trust_remote_code)
         except Exception as error:  # any failure is only a warning
             warning = (
                 f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
@@ -431,7 +425,18 @@ def _write_card(folder: Path, source: ModelPath, model: Any, *, weights: str) ->
         tags=tags or None,
         prompt_format=form,
     )
-    facts = {"base": Path(source.name).name, "weights": weights, "data": data, **_list_facts(source, values)}
+    checkpoint = read_file(source.policy_file) if source.policy_file else {}
+    metrics = checkpoint.get("metrics") or {}
+    facts = {
+        "base": Path(source.name).name,
+        "weights": weights,
+        "data": data,
+        "examples trained on": checkpoint.get("step_idx"),
+        "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
+        # A value with a slash may be a local path.
+        "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
+        "commit": read_run_facts(source.run_dir).get("git_commit") if source.run_dir else None,
+    }
     known = {name: fact for name, fact in facts.items() if fact not in (None, {})}
     text = CARD.format(
         method=method,
@@ -453,19 +458,6 @@ def _describe_datasets(source: ModelPath, names: Iterable[str]) -> dict[str, str
         if configured and data.local:  # a built-in dataset is read from the Hub, even if its id is a path here
             described[name] = f"local files: {data.local.name}"
     return described
-
-
-def _list_facts(source: ModelPath, values: Mapping) -> dict[str, Any]:
-    """Return facts about the training, by name; a fact that is not known is None or empty."""
-    checkpoint = read_file(source.policy_file) if source.policy_file else {}
-    metrics = checkpoint.get("metrics") or {}
-    return {
-        "examples trained on": checkpoint.get("step_idx"),
-        "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
-        # A value with a slash may be a local path.
-        "settings": {key: value for key, value in values.items() if key in SETTINGS and "/" not in str(value)},
-        "commit": read_run_facts(source.run_dir).get("git_commit") if source.run_dir else None,
-    }
 
 
 def _write_code(folder: Path, source: ModelPath, model: Any, *, is_adapter: bool) -> str:

@@ -15,7 +15,7 @@ from support.models import FAMILIES, GROUPED, IDS, assert_near, build, publish
 from support.runs import change_json, read_json, run_card
 from support.small_configs import shrink
 
-from dpo.models.export import describe_export, export
+from dpo.models.export import export
 from dpo.settings.plan import resolve
 
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -125,7 +125,7 @@ def test_a_config_has_the_spellings_of_transformers_4_and_5(tmp_path):
     assert written["of_somebody"] == [1]
 
 
-def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
+def test_a_base_keeps_what_the_model_does_not_use(tmp_path, printed):
     """Layers that predict several tokens, settings of generation, and the tokenizer's files."""
     base = publish(tmp_path / "base", build("llama").bfloat16())
     further = {"model.layers.2.eh_proj.weight": torch.ones(4, 8).bfloat16(), "mtp.norm.weight": torch.ones(4)}
@@ -146,7 +146,7 @@ def test_a_base_keeps_what_the_model_does_not_use(tmp_path):
     assert read_json(out / "generation_config.json") == settings | {"eos_token_id": [0, 5], "pad_token_id": 0}
     for name in (*names, "tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes(), name
-    assert "--dtype" not in describe_export(out)
+    assert "--dtype" not in printed()
 
 
 def test_of_a_tokenizer_only_template_and_pad_token_change(tmp_path):
@@ -197,7 +197,7 @@ def test_a_reward_models_new_pad_token_is_the_only_new_token(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["shards", "an old file beside shards", "bin", "hub"])
-def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypatch):
+def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypatch, printed):
     base = publish(tmp_path / "base", build("gpt-neox"))
     named = str(base)
     tensors = read_tensors(base) | {"mtp.norm.weight": torch.ones(4)}
@@ -225,7 +225,7 @@ def test_bases_are_read_where_transformers_reads_them(place, tmp_path, monkeypat
     assert len({*shards.values()}) > 2
     size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 1e9
     halved = "in half of that: dpo export RUN DIR --dtype bfloat16"
-    assert describe_export(out) == f"exported {out} ({size:.3g} GB); {halved}"
+    assert printed() == f"exported {out} ({size:.3g} GB); {halved}\n"
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
