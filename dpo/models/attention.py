@@ -112,11 +112,10 @@ def attend_in_bfloat16(
     dtype = find_compute_dtype(query.device.type, query.dtype)
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
     # Packed rows have an additive mask; `masked_attention` computes no gradient for the mask.
-    is_additive = attention_mask is not None and attention_mask.dtype != torch.bool
-    has_fixed_mask = is_additive and not attention_mask.requires_grad
+    has_mask = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
     # Transformers passes `cache` in continuous batching.
     has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
-    if not (is_cpu_bfloat16 and has_fixed_mask) or has_options:
+    if not (is_cpu_bfloat16 and has_mask) or has_options:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     out = masked_attention(query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, scaling)
