@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -249,7 +249,8 @@ def check_line(line: CommandLine) -> Plan | None:
             break
         problems += _find_code_in_files(config, line, typed)
         if {*line.options} <= {*MULTIRUN}:  # else Hydra shows something in place of running
-            own_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            own_config: Any = OmegaConf.to_container(config)
+            del own_config["hydra"]
             plan = resolve(own_config, gpus=UNCOUNTED, typed=typed)
             found = find_problems(plan)
             if not found and not problems:  # GPUs are counted only now, as that may import torch, which takes seconds
@@ -266,30 +267,25 @@ def _compose(overrides: list[str]) -> DictConfig:
         return hydra.compose("config", overrides, return_hydra_config=True)
 
 
-def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -> list[str]:
-    """Return a problem for each key that can name code and that the user's config files set."""
+def _find_code_in_files(config: DictConfig, line: CommandLine, typed: Mapping) -> Iterator[str]:
+    """Yield a problem for each key that can name code and that the user's config files set."""
     if not line.config_dir:
-        return []
+        return
     # The config is compared with one that Hydra composes without the files, so it does not matter how they set a key.
     # Of the overrides, only those of Hydra's own keys are composed here: others may choose options in the files.
-    without_files = _list_code(
-        _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
-    )
-    problems = []
+    own = _compose([override for override in line.overrides if _is_hydra_key(parse_key(override))])
+    without_files = list(_list_code(own))
     for key, value in _list_code(config):
         if (key, value) not in without_files and key not in typed:
-            problems.append(f"--config-dir: {key} can name code to run, so no config file may set it: type it instead")
-    return problems
+            yield f"--config-dir: {key} can name code to run, so no config file may set it: type it instead"
 
 
-def _list_code(config: DictConfig) -> list[tuple[str, Any]]:
-    """List the keys that can name code, with their values."""
-    found = []
+def _list_code(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that can name code, with their values."""
     for key, value in dotted(OmegaConf.to_container(config)):  # type: ignore[arg-type]
         is_ours = key in OUR_CODE_KEYS and value
         if is_ours or (_is_hydra_key(key) and not key.startswith(COMPOSITION_RECORDS)):
-            found.append((key, value))
-    return found
+            yield key, value
 
 
 def _explain_override(override: str, line: CommandLine) -> str | None:

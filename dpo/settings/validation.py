@@ -106,8 +106,10 @@ def _check_loss(p: Plan) -> Iterator[str]:
         )
 
 
-def _check_online(p: Plan, online: keys.OnlinePlan) -> Iterator[str]:
-    data, loss, scorer = p.data, p.loss, online.scorer
+def _check_online(p: Plan) -> Iterator[str]:
+    online, data, loss = p.online, p.data, p.loss
+    if online is None:
+        return
     if not loss.scalar_head and loss.trains_on != "pairs":
         yield f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"
     if loss.needs_margins:
@@ -119,6 +121,7 @@ def _check_online(p: Plan, online: keys.OnlinePlan) -> Iterator[str]:
             f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
             "data, or only these: set another fraction"
         )
+    scorer = online.scorer
     if scorer != "shorter" and p.values.get(f"online.{scorer}") is None:
         yield f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"
     if data.max_prompt_length + online.max_new_tokens > data.max_length:
@@ -136,12 +139,9 @@ def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
-    checks = [*_find_unmet(plan, refused=True), *_check_processes(plan), *_check_training(plan), *_check_loss(plan)]
-    if plan.online:
-        checks += _check_online(plan, plan.online)
-    for sentence in checks:
-        if wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
-            problems.append(Problem("", sentence))
+    sentences = list(_find_unmet(plan, refused=True))
+    for check in (_check_processes, _check_training, _check_loss, _check_online):
+        sentences += check(plan)
     packages = [
         ("lora=qlora", plan.quantized, "bitsandbytes"),
         ("tensorboard.enabled=true", plan.tensorboard, "tensorboard"),
@@ -152,7 +152,10 @@ def find_problems(plan: Plan) -> list[Problem]:
     ]
     for name, is_needed, package in packages:
         if is_needed and not is_installed(package):
-            problems.append(Problem("", f"{name} needs {package}: pip install {package}"))
+            sentences.append(f"{name} needs {package}: pip install {package}")
+    for sentence in sentences:
+        if wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
+            problems.append(Problem("", sentence))
     datasets = [] if "datasets" in wrong_keys else values["datasets"]
     return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
 
