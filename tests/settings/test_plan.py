@@ -7,7 +7,6 @@ from support.pytests import slow
 
 import trainers
 from dpo.checkpoint.resume import decide_autocast
-from dpo.data import loading
 from dpo.models.pretrained import DTYPES
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, ResumeRule, compose_config
@@ -106,7 +105,7 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
     for key, table in {"schedule": SCHEDULES, "lr_scaling": LR_SCALINGS, "trainer": keys.TRAINERS}.items():
         assert KEYS[key].wanted == f"one of {', '.join(table)}"
-    assert (*compose_config()["dataset_sources"], "demo") == (*loading.LOADERS,) == (*BUILT_IN,)
+    assert (*compose_config()["dataset_sources"], "demo") == (*BUILT_IN,)
 
 
 def test_a_resumed_run_keeps_what_makes_it_the_run_it_is():
