@@ -227,8 +227,7 @@ class Trainer(TrainerParts):
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.evaluator.batches for example in batch.examples]
-        means = evaluated.means(examples, [example.weight for example in examples])
-        metrics = self.batches.evaluate() | means
+        metrics = self.batches.evaluate() | evaluated.means(examples, [example.weight for example in examples])
         evaluation = Evaluation(self.batch_counter, n_examples, metrics, examples, evaluated.examples)
         self.callbacks.emit("evaluation", evaluation)
         self.evaluated_at = n_examples
@@ -378,8 +377,9 @@ class BasicTrainer(Trainer):
         # The reference code has no weights of examples.
         context = BatchContext(weights=torch.ones(len(microbatch.indices), device=objective.device))
         losses, columns = objective.losses(microbatch, context, split=split)
-        metrics = {name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)}
-        return losses.mean(), metrics
+        return losses.mean(), {
+            name: values for name, values in columns.items() if not name.startswith(REFERENCE_PREFIX)
+        }
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Return continuations of the batch's prompts by the policy, and by the reference: none without a reference."""

@@ -435,10 +435,9 @@ class Objective:
         # Table and scalars are one tensor, so that one collective and one copy suffice.
         flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
         sums = self.mesh.add(torch.cat([table.flatten(), *flat_scalars])).cpu()
-        table_sums = sums[: table.numel()].view_as(table)
-        scalar_sums = sums[table.numel() :].tolist()
         reduced = Reduced(
-            dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums, strict=True))
+            dict(zip(names, sums[: table.numel()].view_as(table).unbind(1), strict=True)),
+            dict(zip(scalars, sums[table.numel() :].tolist(), strict=True)),
         )
         if self.loss.reference and cache_rows:
             self.reference.logps.store(cache_rows, self._stack_reference(reduced.examples))

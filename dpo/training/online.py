@@ -155,8 +155,8 @@ class Sampler:
                 raise
             release_gathered(model)  # the error may have interrupted a forward pass, and left weights gathered
             failure = f"{type(error).__name__} {one_sentence(error)}"
-        patience = PATIENCE_SECS if failure else 0  # a process without a failure waits in `gather_results`
-        if may_fail and not all_arrive("the end of sampling", patience_secs=patience):
+        # A process without a failure waits in `gather_results`.
+        if may_fail and not all_arrive("the end of sampling", patience_secs=PATIENCE_SECS if failure else 0):
             raise RunError(
                 f"this process alone could not draw samples: {failure}; resume=auto continues, and "
                 f"sample_during_eval=false draws none"
