@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis.curves import SOFTWARE, draw_charts
 from dpo.analysis.rules import find_all
 from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
-from dpo.analysis.verdict import EVAL_ACCURACY, describe_result
+from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import compose_config, dotted
@@ -29,7 +29,7 @@ NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "eval
 HELD_OUT = {  # by label of a result: (metric, +1 if higher is better or -1, function that formats its values)
     "Held-out score": ("online_eval/score", +1, figure),
     "Win rate": ("online_eval/win_rate", +1, percent),
-    "Held-out accuracy": (EVAL_ACCURACY, +1, percent),
+    "Held-out accuracy": ("rewards_eval/accuracies", +1, percent),
     "Held-out margin": ("rewards_eval/margins", +1, signed),
     "Held-out loss": ("loss/eval", -1, figure),
 }
@@ -85,8 +85,18 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
         "settings": list_settings(runs),
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
     }
-    if not several:
-        context |= _describe_run(runs[0])
+    if not several:  # what only the page of a single run has
+        [run] = runs
+        about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
+        # Scalar heads give rewards, but no answers.
+        commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
+        context |= {
+            "about": " \N{MIDDLE DOT} ".join(about),
+            "verdict": describe_result(run),
+            "findings": find_all(run),
+            "groups": list_cards(run),
+            "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in commands],
+        }
     return fill_template("analysis/page.html.jinja", context)
 
 
@@ -98,20 +108,6 @@ def fill_template(name: str, context: dict) -> bytes:
     loader = FileSystemLoader(Path(__file__).parents[1])
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template(name).render(context).encode("utf-8", "replace")
-
-
-def _describe_run(run: LoggedRun) -> dict[str, Any]:
-    """Return the template's variables for what only the page of a single run has."""
-    about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
-    # Scalar heads give rewards, but no answers.
-    commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
-    return {
-        "about": " \N{MIDDLE DOT} ".join(about),
-        "verdict": describe_result(run),
-        "findings": find_all(run),
-        "groups": list_cards(run),
-        "commands": [f"dpo {command.format(shlex.quote(str(run.path)))}" for command in commands],
-    }
 
 
 def list_results(run: LoggedRun) -> dict[str, str]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from dpo.analysis.runs import LoggedRun, number
 from dpo.analysis.verdict import (
-    EVAL_ACCURACY,
     find_changes_per_token,
     n_effective,
     n_evaluated,
@@ -224,7 +223,7 @@ RULES = (  # in the order of the page
     Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
     Rule("Held-out pairs are ranked no better than by chance",
-         partial(find_low_share, name=EVAL_ACCURACY, limit=0.55, n=n_effective),
+         partial(find_low_share, name="rewards_eval/accuracies", limit=0.55, n=n_effective),
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",

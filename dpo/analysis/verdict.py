@@ -7,7 +7,6 @@ from dpo.analysis.runs import LoggedRun, number, read_run
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import PRECISION
 
-EVAL_ACCURACY = "rewards_eval/accuracies"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 # The relative rounding error of a dtype is its spacing of numbers near 1.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -61,7 +60,7 @@ def describe_result(run: LoggedRun) -> str:
         better = _describe_scores(run)
     elif not len(evaluated_at) or evaluated_at[-1] == 0:
         better = "The run was not evaluated after an update yet."
-    elif run.eval.has(EVAL_ACCURACY):
+    elif run.eval.has("rewards_eval/accuracies"):
         better = _describe_pairs(run)
     elif run.eval.has("rewards_eval/auc"):
         better = _describe_labels(run)
@@ -162,7 +161,7 @@ def _describe_loss(run: LoggedRun) -> str:
 
 def _describe_pairs(run: LoggedRun) -> str:
     """Say how many held-out pairs the last evaluation ranked right, and whether that is more than by chance."""
-    accuracy = run.eval.last(EVAL_ACCURACY)
+    accuracy = run.eval.last("rewards_eval/accuracies")
     n_examples = n_evaluated(run)
     if run.objective.trains_on == "lists":
         counted = count(n_examples, "list")
