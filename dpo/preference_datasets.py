@@ -15,21 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.examples import (
-    Example,
-    TextExample,
-    encode_examples,
-    iterate_examples,
-    make_labels,
-    read_examples,
-)
+from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, make_labels, read_examples
 from dpo.data.loading import get_dataset, load_splits
 from dpo.data.preflight import load_data  # noqa: F401
-from dpo.data.published import (  # noqa: F401
-    extract_anthropic_prompt,
-    strings_match_up_to_spaces,
-    strip_html_tags,
-)
+from dpo.data.published import extract_anthropic_prompt, strings_match_up_to_spaces, strip_html_tags  # noqa: F401
 from dpo.data.schema import SPLITS, Prompt, TruncationMode
 from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
@@ -92,11 +81,7 @@ def make_rows(examples: Sequence[TextExample], encode: TextEncoder, **limits: in
     encoded = encode_examples(examples, encode, **limits)
     for (prompt, index), example in zip(examples, encoded, strict=True):
         n_prompt = len(example.prompt)
-        row = {
-            "prompt": prompt.text,
-            "prompt_input_ids": list(example.prompt),
-            "prompt_attention_mask": [1] * n_prompt,
-        }
+        row = {"prompt": prompt.text, "prompt_input_ids": list(example.prompt), "prompt_attention_mask": [1] * n_prompt}
         texts = prompt.texts(index)
         for (role, text), (response, cuts) in zip(texts.items(), example.responses_with_cuts, strict=True):
             row[role] = prompt.text + text
@@ -124,12 +109,7 @@ def tokenize_batch_element(
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
     pair = Prompt(prompt, [chosen, rejected], [{"chosen": 0, "rejected": 1}], truncation_mode)
-    [row] = make_rows(
-        [(pair, 0)],
-        TextEncoder(tokenizer),
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
-    )
+    [row] = make_rows([(pair, 0)], TextEncoder(tokenizer), max_length=max_length, max_prompt_length=max_prompt_length)
     return row
 
 
@@ -154,13 +134,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             neighbours = enumerate(pairwise([True, *flags, True]))
             cuts.append(tuple(i for i, (before, here) in neighbours if before != here))
         [prompt] = prompts  # chosen and rejected have the same prompt
-        example = Example(
-            prompt,
-            tuple(responses),
-            roles=roles,
-            cuts=tuple(cuts),
-        )
-        examples.append(example)
+        examples.append(Example(prompt, tuple(responses), roles=roles, cuts=tuple(cuts)))
     return examples
 
 
@@ -194,9 +168,5 @@ def concatenated_inputs(batch: PaddedBatch) -> dict[str, Tensor]:
     for kind in ("input_ids", "attention_mask", "labels"):
         rows = [*batch[f"chosen_{kind}"], *batch[f"rejected_{kind}"]]
         pad_value = IGNORE_INDEX if kind == "labels" else 0  # for token ids too, as in the reference code
-        concatenated[f"concatenated_{kind}"] = pad_sequence(
-            rows,
-            batch_first=True,
-            padding_value=pad_value,
-        )
+        concatenated[f"concatenated_{kind}"] = pad_sequence(rows, batch_first=True, padding_value=pad_value)
     return concatenated

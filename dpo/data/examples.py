@@ -5,6 +5,7 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, chain, islice, zip_longest
 from typing import NamedTuple
@@ -235,18 +236,13 @@ def _make_example(
 
 
 def truncate_prompt(prompt: Prompt, ids: list[int], encode: TextEncoder, limit: int) -> list[int]:
-    """Cut a prompt's token ids to `limit`."""
-    if prompt.truncation_mode == "keep_turns" and len(ids) > limit:
-        ids = shorten_chat(prompt, encode, limit) or ids
-    return ids[:limit] if prompt.truncation_mode == "keep_start" else ids[-limit:]
+    """Cut a prompt's token ids to `limit`; a chat in the mode keep_turns loses its oldest turns.
 
-
-def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] | None:
-    """Leave out the oldest turns of a chat, so that it fits into `limit` tokens; return the ids of what is kept.
-
-    The system turn stays, and the first turn after it is the user's. If the chat from the user's last turn on does not
-    fit, this turn loses its beginning. Returns None if even that does not fit, or if the template rejects a chat.
+    Its system turn stays, and the first turn after it is the user's. If the chat from the user's last turn on does not
+    fit, this turn loses its beginning. If even that does not fit, or if the template rejects a chat, the ids are cut.
     """
+    if prompt.truncation_mode != "keep_turns" or len(ids) <= limit:
+        return ids[:limit] if prompt.truncation_mode == "keep_start" else ids[-limit:]
     messages = prompt.messages or []
     system = messages[:1] if messages[0]["role"] in ("system", "developer") else []
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -263,10 +259,10 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
         kept = text[: len(text) - n_cut_off]
         return encode([kept])[kept]
 
-    try:
+    with suppress(TemplateRejects):
         whole = render(messages)
-        if not whole.startswith(prompt.text):
-            return None
+        if not whole.startswith(prompt.text):  # the template writes the time
+            return ids[-limit:]
         # `ChatTemplate` has cut off the end of the generation prompt if finished turns lack it, as does `encode_from`
         n_cut_off = len(whole) - len(prompt.text)
         for begins in (turns, characters):
@@ -274,6 +270,4 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> list[int] |
             index = bisect_left(begins, True, key=lambda begin: len(encode_from(*begin)) <= limit)
             if index < len(begins):
                 return encode_from(*begins[index])
-    except TemplateRejects:
-        pass
-    return None
+    return ids[-limit:]

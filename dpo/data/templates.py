@@ -162,7 +162,7 @@ class ChatTemplate:
         # the first of the end tokens with which a turn ends, and an end token that only begins the next turn
         self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
         self._next_end = re.compile(rf"\s*(?:{end})")
-        self._rendered: dict[str, str] = {}  # of `_render_marked`
+        self._rendered: dict[str, str] = {}  # by the chat and tools that `_render_marked` got
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
         """Return a prompt with its messages and responses rendered to texts, and with the cuts of the responses.
@@ -242,12 +242,9 @@ class ChatTemplate:
                 continue
             notes.setdefault(f"the chat template {change} the {kind} of messages of role {role} in {place}", Note(text))
         # the user asks; without user turns, a role that only this template knows, or else the role of the first message
-        roles = [message["role"] for message in asked]
-        needed = [("prompts", min(roles, key=lambda role: (role != "user", role in ASK_NOTHING)), asked)]
-        if answer := chat[len(asked) :]:
-            needed.append(("responses", "assistant", answer))
-        for place, role, said in needed:
-            if (place, role) not in present:
+        asking = min((message["role"] for message in asked), key=lambda role: (role != "user", role in ASK_NOTHING))
+        for place, role, said in (("prompts", asking, asked), ("responses", "assistant", chat[len(asked) :])):
+            if said and (place, role) not in present:
                 raise InputError(
                     f"the chat template renders nothing that role {role!r} says in {shorten(said)}: use roles that it "
                     f"renders, {FIX}, or remove the record"

@@ -79,9 +79,8 @@ def refuse_eos(prompt: Prompt, tokenizer: Any) -> None:
     for text in texts:
         # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
         if eos in text and tokenizer.eos_token_id in tokenizer(text, verbose=False)["input_ids"]:
-            place = f"dataset {prompt.dataset}: " if prompt.dataset else ""
             raise InputError(
-                f"{place}a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
+                f"a text contains the EOS token {eos!r}, which the model would take for the end of the text: "
                 f"remove it from {quote_around(text, text.index(eos))}"
             )
 
@@ -118,9 +117,8 @@ class TextEncoder:
         A conversation is a prompt and all its responses, each in pieces. Its parts are tokenized apart if a token would
         span two of them, or if the prompt's tokens depend on the response that follows.
         """
-        texts: list[list[Parts]] = []  # for each prompt, its text with each response, or alone if it has none
-        for prompt, responses in conversations:
-            texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
+        # for each prompt, its text with each response, or alone if it has none
+        texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
         whole = self._encode(chain.from_iterable(texts))
         encoded = []
         for conversation in texts:
@@ -130,7 +128,7 @@ class TextEncoder:
                 ids = []
                 for prompt, *pieces in conversation:
                     ids.append([self([prompt])[prompt], *map(self._encode_after_text, pieces)])
-            encoded.append(Tokens(ids[0][0], [pieces for _, *pieces in ids if pieces], crosses))
+            encoded.append(Tokens(ids[0][0], [parts[1:] for parts in ids if parts[1:]], crosses))
         return encoded
 
     def _encode_after_text(self, text: str) -> list[int]:

@@ -49,11 +49,7 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(
-    name: str,
-    *,
-    cache_dir: str | None = None,
-    trust_remote_code: bool = False,
-    chat: ChatPlan | None = None,
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, chat: ChatPlan | None = None
 ) -> Any:
     """Load a tokenizer with a run's chat template; raises InputError if it has no EOS.
 
@@ -61,9 +57,7 @@ def load_tokenizer(
     """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
+            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
         )
         # values of a wrong type in the files raise only when they are used
         tokenizer.decode(tokenizer("a")["input_ids"], clean_up_tokenization_spaces=False)
