@@ -127,8 +127,8 @@ class TextEncoder:
             if crosses:
                 ids = []
                 for prompt, *pieces in conversation:
-                    ids.append([self([prompt])[prompt], *map(self._encode_after_text, pieces)])
-            encoded.append(Tokens(ids[0][0], [parts[1:] for parts in ids if parts[1:]], crosses))
+                    ids.append([self([prompt])[prompt], *(self._encode_after_text(piece) for piece in pieces)])
+            encoded.append(Tokens(ids[0][0], [ids_of_parts[1:] for ids_of_parts in ids if ids_of_parts[1:]], crosses))
         return encoded
 
     def _encode_after_text(self, text: str) -> list[int]:
@@ -169,9 +169,10 @@ class TextEncoder:
         """
         beginnings = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in accumulate(parts)]
         whole = beginnings[-1]
+        limits = [len(ids) for ids in beginnings]
         if any(whole[: len(ids)] != ids for ids in beginnings):
             return None
-        return [whole[i:j] for i, j in pairwise([0, *map(len, beginnings)])]
+        return [whole[i:j] for i, j in pairwise([0, *limits])]
 
     @cached_property
     def _backend(self) -> Tokenizer:
