@@ -177,8 +177,7 @@ def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> Any:
     """Load a separate reference, as `load_policy` does; it has no digest if it will follow the policy."""
     directory = find_start(plan).adapter
     adapters = {REFERENCE: directory} if directory else {}
-    is_frozen = plan.follow_every is None
-    model = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=is_frozen)
+    model = _load_on_all_ranks(reference, plan, adapters, resume_from, is_reference=plan.follow_every is None)
     return model.eval().requires_grad_(False)
 
 

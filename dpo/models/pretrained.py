@@ -203,8 +203,8 @@ def load_model(
         _adjust(model, source, config)
     if source.base_digest is not None and hash_weights(base_weights(model)) != source.base_digest:
         raise InputError(
-            f"the base {source.name} has other weights than those that the adapter was trained on: restore its files, "
-            f"or add --model DIR"
+            f"the base {source.name} has other weights than those that the adapter was trained on: restore them, or "
+            f"add --model DIR"
         )
     return model
 
