@@ -112,6 +112,9 @@ class AdaptedLayer(nn.Module):
     def __init__(self, base_layer: Any):
         super().__init__()
         self.base_layer = base_layer
+        # GPT-2's Conv1D has other names; tensor parallelism reads the second.
+        self.in_features = getattr(base_layer, "in_features", None) or base_layer.nx
+        self.out_features = getattr(base_layer, "out_features", None) or base_layer.nf
         self.lora_A: Any = nn.ModuleDict()  # modules by the adapter's name, as in the next two
         self.lora_B: Any = nn.ModuleDict()
         self.lora_dropout: Any = nn.ModuleDict()
@@ -120,11 +123,8 @@ class AdaptedLayer(nn.Module):
 
     def add(self, name: str, r: int, alpha: float, *, dropout: float, generator: torch.Generator) -> None:
         """Add an adapter, not yet active; A is drawn as in PEFT, and B is 0, so it adds 0 to the output."""
-        base = self.base_layer
-        n_in = getattr(base, "in_features", None) or base.nx  # as GPT-2's Conv1D calls it
-        n_out = getattr(base, "out_features", None) or base.nf
-        a = nn.utils.skip_init(FactorA, n_in, r, bias=False)
-        b = nn.utils.skip_init(FactorB, r, n_out, bias=False)
+        a = nn.utils.skip_init(FactorA, self.in_features, r, bias=False)
+        b = nn.utils.skip_init(FactorB, r, self.out_features, bias=False)
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5), generator=generator)
         nn.init.zeros_(b.weight)
         self.lora_A[name] = a.to(self.weight.device)
