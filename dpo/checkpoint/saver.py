@@ -161,8 +161,9 @@ def read_frozen_digest(checkpoint: Path) -> str | None:
 
 
 def _explaining_state(file: Path) -> AbstractContextManager:
-    wrong = f"{file} does not hold the state of a run"
-    return explaining_library(lambda why: DamagedCheckpoint(f"{wrong}: {one_sentence(why)}"))
+    return explaining_library(
+        lambda why: DamagedCheckpoint(f"{file} does not hold the state of a run: {one_sentence(why)}")
+    )
 
 
 # --- saving and restoring ------------------------------------------------------------------------------------------

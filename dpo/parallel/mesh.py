@@ -71,8 +71,6 @@ class Mesh:
 
     def any(self, here: bool) -> bool:
         """Return whether `here` is true on any process."""
-        if self.world_size == 1:
-            return here
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
@@ -92,7 +90,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.axes = {str(dist.group.WORLD.group_name): "all"}  # of each process group; axes of size 1 are left out
+        # The axis of each process group, by its name; axes of size 1 are left out.
+        self.axes = {str(dist.group.WORLD.group_name): "all"}
         for axis in AXES:
             if mesh.device_mesh[axis].size() > 1:
                 self.axes[str(mesh.device_mesh[axis].get_group().group_name)] = axis

@@ -160,16 +160,24 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
 
     Raises InputError if there are none.
     """
-    names = model._no_split_modules or ()
-    if block_name:
-        names = {get_block_class_from_model(model, block_name).__name__}
+    names = [block_name] if block_name else model._no_split_modules or ()
     # A text model may declare blocks of the images' or the sound's part, which it lacks.
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+    if not blocks and block_name:
+        raise InputError(
+            f"model.block_name={block_name} is not a module class of {type(model).__name__}; null takes the blocks "
+            "that its class declares"
+        )
     if not blocks:
         raise InputError(
             f"{type(model).__name__} does not declare its transformer blocks; set model.block_name to their class"
         )
     return blocks
+
+
+def get_block_class_from_model(model: nn.Module, block_class_name: str) -> type[nn.Module]:
+    """Find the class of this name among the model's modules; InputError if there is none."""
+    return type(find_blocks(model, block_class_name)[0])
 
 
 def _replace_tensors(modules: Mapping[str, nn.Module], receive: Receive, *, frozen_dtype: torch.dtype | None) -> None:
@@ -278,17 +286,6 @@ def gathered_weights(model: Any) -> Iterator:
             unit.reshard()
             # The root unit stays gathered after a forward pass in any case, as the backward pass starts with it.
             unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
-
-
-def get_block_class_from_model(model: nn.Module, block_class_name: str) -> type[nn.Module]:
-    """Find the class of this name among the model's modules; InputError if there is none."""
-    for module in model.modules():
-        if type(module).__name__ == block_class_name and module is not model:
-            return type(module)
-    raise InputError(
-        f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; null takes the blocks "
-        f"that its class declares"
-    )
 
 
 # --- states: gathered, sharded and updated ---------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class SplitModel(torch.nn.Module):
         self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         package_config, first_device_rule = _make_rules(model, devices)
         # By name: the rule of the first pattern that matches it, or None for a tensor that is whole on every device.
-        self.rules = dict.fromkeys(self.name_of_key.values())
-        for name in self.rules:
+        self.rules = {}
+        for name in self.name_of_key.values():
             matching = (rule for pattern, rule in package_config.state_rules.items() if pattern.search(name))
             self.rules[name] = next(matching, None)
         self.sliced = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)

@@ -85,7 +85,7 @@ class RankEnv(NamedTuple):
     world_size: int
     local_rank: int  # among the ranks of its machine; the index of its GPU
     address: str
-    port: int  # of the rendezvous store
+    port: int  # where the rendezvous store is
     machine: int = 0
     n_machines: int = 1
     listener: socket.socket | None = None  # listens at `port` already, for rank 0, which serves the store
@@ -129,7 +129,8 @@ def count_processes_here(world_size: int) -> int:
 
 
 def count_machines() -> int:
-    return getattr(find_rank_env(), "n_machines", 1)
+    rank_env = find_rank_env()
+    return rank_env.n_machines if rank_env else 1
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -234,12 +235,12 @@ class RunLog:
     _unfinished = ""
 
     def __init__(self):
-        self._pending: dict[str, str] = {}  # lines that are not written yet, by file name
+        self._pending = defaultdict(str)  # lines that are not written yet, by file name
 
     def begin(self, pending: Mapping[str, str] = {}) -> None:
         """Begin to copy; lines `pending` in the parent process's log (`take_pending`) come first."""
         self.close()
-        self._pending = {WARNINGS_FILE: "", **pending}  # the file exists even if nothing warns
+        self._pending = defaultdict(str, {WARNINGS_FILE: "", **pending})  # the file exists even if nothing warns
         self._unfinished = ""
         sys.stdout = RecordedStream(sys.stdout, self)
         sys.stderr = RecordedStream(sys.stderr, self)
@@ -258,7 +259,7 @@ class RunLog:
     def take_pending(self) -> dict[str, str]:
         """Return the lines that are not written yet, by file name, and forget them; for `begin` in a child process."""
         pending = self._pending
-        self._pending = {}
+        self._pending = defaultdict(str)
         return pending
 
     def add(self, text: str) -> None:
@@ -269,17 +270,14 @@ class RunLog:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             # A bar draws itself again after a carriage return; only its last state is kept.
-            self._keep(LOG_FILE, redact(line.rstrip("\r").rpartition("\r")[2]))
+            self._pending[LOG_FILE] += redact(line.rstrip("\r").rpartition("\r")[2]) + "\n"
         if isinstance(text, WarningLine):
-            self._keep(WARNINGS_FILE, json.dumps({"warning": redact(text.message)}))
+            self._pending[WARNINGS_FILE] += json.dumps({"warning": redact(text.message)}) + "\n"
         if self._run_dir:
             for name, content in self.take_pending().items():
                 # A full disk must not end a run.
                 with suppress(OSError), (self._run_dir / name).open("ab", buffering=0) as file:
                     file.write(content.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogates
-
-    def _keep(self, name: str, line: str) -> None:
-        self._pending[name] = f"{self._pending.get(name, '')}{line}\n"
 
 
 @dataclass
