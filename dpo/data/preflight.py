@@ -110,12 +110,9 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     with tempfile.TemporaryDirectory() as folder:  # a mapped table stays readable after its files are removed
         table = once_per_machine(lambda: str(prepare_data(plan, tokenizer, scratch=Path(folder))))
         data = TrainingData.open(Path(table), tokenizer, plan)
-        facts = {
-            "data or tokenizer": repr(data.identity),
-            "chat template": str(getattr(tokenizer, "chat_template", None)),
-            "tokenizer": str(identify_tokenizer(tokenizer)),
-        }
-        check_alike(facts)
+        template = str(getattr(tokenizer, "chat_template", None))
+        facts = {"data or tokenizer": repr(data.identity), "chat template": template}
+        check_alike({**facts, "tokenizer": str(identify_tokenizer(tokenizer))})
     check_fits(plan, data)
     if not silent:
         lines = [*data.facts["notes"], *map(WarningLine, data.facts["warnings"])]
@@ -134,7 +131,7 @@ def prepare_data(plan: Plan, tokenizer: Any, *, scratch: Path) -> Path:
     """
     key = make_key(plan, tokenizer)
     folder = Path(plan.run.local_dir, FOLDER)
-    for table in sorted(folder.glob(f"{key}-*")):
+    for table in sorted(folder.glob(f"{key}-*")):  # none, if the key is None
         if is_whole(table):
             return table
     if key is None or plan.run.dry_run:
