@@ -110,9 +110,12 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     with tempfile.TemporaryDirectory() as folder:  # a mapped table stays readable after its files are removed
         table = once_per_machine(lambda: str(prepare_data(plan, tokenizer, scratch=Path(folder))))
         data = TrainingData.open(Path(table), tokenizer, plan)
-        template = str(getattr(tokenizer, "chat_template", None))
-        facts = {"data or tokenizer": repr(data.identity), "chat template": template}
-        check_alike({**facts, "tokenizer": str(identify_tokenizer(tokenizer))})
+        facts = {
+            "data or tokenizer": repr(data.identity),
+            "chat template": str(getattr(tokenizer, "chat_template", None)),
+            "tokenizer": str(identify_tokenizer(tokenizer)),
+        }
+        check_alike(facts)
     check_fits(plan, data)
     if not silent:
         lines = [*data.facts["notes"], *map(WarningLine, data.facts["warnings"])]

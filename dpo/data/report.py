@@ -68,8 +68,8 @@ class SplitReport:
 
     def describe(self, split: str) -> Iterator[str]:
         """Yield a line of all numbers but 0, then a warning for each count of at least WARNING_SHARE of its total."""
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float)) and value}
-        yield f"{split}: {', '.join(f'{name} {compact(n)}' for name, n in numbers.items())}".replace("_", " ")
+        numbers = [f"{name} {compact(n)}" for name, n in vars(self).items() if isinstance(n, (int, float)) and n]
+        yield f"{split}: {', '.join(numbers)}".replace("_", " ")
         for name, warning in WARNINGS.items():
             n = getattr(self, name)
             total = self.tokenized if name in COUNTED_IN_SAMPLE else self.examples + self.too_long
