@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -101,7 +101,7 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line, and run its plugins.
+    """Parse a command line, run its plugins, and register their losses with Hydra.
 
     Raises InputError for an unknown or abbreviated option, spaces around =, and a --config-dir that is no directory.
     """
@@ -133,7 +133,12 @@ def parse(arguments: list[str]) -> CommandLine:
                 config_dir = value
             else:
                 raise InputError(f"{name}={value} is not a directory")
-    _load_plugins(overrides)
+    for override in overrides:  # config files may name no plugins
+        if parse_key(override) == "plugins":
+            with suppress(HydraException):  # `_explain_override` reports an override that cannot be parsed
+                load_plugins(PARSER.parse_override(override).value())
+    for name in ADDED_LOSSES:
+        ConfigStore.instance().store(f"{name}.yaml", describe_added_loss(name), group="loss")
     line = CommandLine(options, [], config_dir)
     for override in overrides:
         line.overrides.extend(_expand_model(override, line))
@@ -162,16 +167,6 @@ def quote(text: str) -> str:
     """Quote a text in the grammar of overrides, which reads the same text from it."""
     escaped = re.sub(r'(\\+)(?="|\Z)', r"\1\1", text).replace('"', r"\"")  # also backslashes before a quote
     return f'"{escaped}"'
-
-
-def _load_plugins(overrides: Sequence[str]) -> None:
-    """Run the plugins that the command line names, and register their losses with Hydra. Config files may name none."""
-    for override in overrides:
-        if parse_key(override) == "plugins":
-            with suppress(HydraException):  # `_explain_override` reports an override that cannot be parsed
-                load_plugins(PARSER.parse_override(override).value())
-    for name in ADDED_LOSSES:
-        ConfigStore.instance().store(f"{name}.yaml", describe_added_loss(name), group="loss")
 
 
 def parse_key(override: str) -> str:
