@@ -232,12 +232,13 @@ def read_archive(archive: str | Path, model: torch.nn.Module, *, stays_in_files:
         del expected[HEAD_WEIGHT]
     # Tied weights are one object with several names in the model, and a file may have any of these names.
     in_file = {expected.get(name) for name in named}  # the model's weights for which the file has a value
-    problems = [f"it lacks {name}" for name, weight in expected.items() if weight not in in_file]
+    problems = []
     for name, tensor in named.items():
         if name not in expected:
             problems.append(f"{name} is not in the model")
         elif tensor.shape != expected[name].shape:
             problems.append(f"{name} has another shape")
+    problems += [f"it lacks {name}" for name, weight in expected.items() if weight not in in_file]
     if problems:
         raise InputError(f"{path} does not fit the model ({type(model).__name__}): {'; '.join(problems[:5])}")
     if stays_in_files:
