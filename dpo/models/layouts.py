@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dpo.data.examples import Example
 from dpo.errors import InputError, is_memory_error, one_sentence
 from dpo.losses import RESPONSE_ROLES
 from dpo.models.logprobs import TokenLogps, find_scalar_head, packed_logps, padded_logps
-from dpo.models.packing import NONE, Packed, Windows, by_side, map_tensors, pack, pad, split_evenly
+from dpo.models.packing import NONE, Packed, Windows, by_side, pack, pad, split_evenly
 from dpo.parallel.sharding import find_class_before_fsdp, run_as_forward
 from dpo.settings.keys import VARLEN
 from dpo.system.arithmetic import without_compilation, without_tf32
@@ -56,10 +57,10 @@ class Microbatch(NamedTuple):
         return self.inputs.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Microbatch:
-        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), self)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), self)
 
     def pin_memory(self) -> Microbatch:
-        return map_tensors(Tensor.pin_memory, self)
+        return tree_map_only(Tensor, Tensor.pin_memory, self)
 
     def by_role(self, values: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
         """Arrange values of responses, (sides, B), as (B,) for each role, with 0 where one is missing."""

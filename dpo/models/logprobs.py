@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, masking_utils
 
 from dpo.errors import InputError
 from dpo.models.attention import attend_in_bfloat16
-from dpo.models.packing import Packed, Windows, map_tensors, tree_mask
+from dpo.models.packing import Packed, Windows, tree_mask
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import is_cpu, is_gpu
 
@@ -87,7 +88,7 @@ def _by_example(packed: Packed, by_token: TokenLogps) -> TokenLogps:
         by_response = values.new_zeros(math.prod(packed.shape)).index_put((slots,), values).view(packed.shape)
         return by_response.to(index.device)[index]
 
-    return map_tensors(arrange, by_token)
+    return tree_map_only(Tensor, arrange, by_token)
 
 
 def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ In padded rows a tree has one response. A response's last token predicts nothing
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ class Segments(NamedTuple):
     longest: tuple[int, int]  # the largest number of queries in a segment, and of keys
 
 
-@dataclass
-class Packed:
+class Packed(NamedTuple):
     """R rows of L tokens, each with several trees or, if rows are padded, with one; tensors are int64.
 
     N counts scored tokens, U the responses that are fed, T the tokens of the longest response (1 for rewards), B
@@ -52,24 +51,11 @@ class Packed:
     slots: Tensor  # (N,): indices into a flattened (U, T): response * T + the number of its scored tokens before
     response_index: Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
-    segments: Segments | None = None  # only if there is one row, for attention that takes no mask
-    padding_mask: Tensor | None = None  # only if rows are padded, (R, L): 1 for tokens, 0 for padding
     # By dtype, the masks of each kind of attention layer. They are kept, as the reference often needs the same ones
     # right after the policy.
-    masks: dict = field(default_factory=dict, init=False)
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a copy of a dataclass or named tuple, with `change` applied to its tensors, also to nested ones."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if is_dataclass(value):
-        # Cached masks, which `init` leaves out, were made from the old tensors.
-        changed = {part.name: map_tensors(change, getattr(value, part.name)) for part in fields(value) if part.init}
-        return replace(value, **changed)
-    if hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, part) for part in value))
-    return value
+    masks: dict
+    segments: Segments | None = None  # only if there is one row, for attention that takes no mask
+    padding_mask: Tensor | None = None  # only if rows are padded, (R, L): 1 for tokens, 0 for padding
 
 
 def count_tokens(example: Example) -> int:
@@ -158,7 +144,7 @@ def pack(
     cheapest = min(lengths, key=lambda n: len(rows_by_length[n]) * n * (1 + n / ATTENTION_LENGTH))
     packed = _write(rows_by_length[cheapest], cheapest, examples, indices_of_examples, for_rewards)
     if max_tree_tokens is None:
-        packed.segments = _find_segments(packed.tree[0].numpy(), packed.branch[0].numpy())
+        packed = packed._replace(segments=_find_segments(packed.tree[0].numpy(), packed.branch[0].numpy()))
     return packed
 
 
@@ -171,8 +157,7 @@ def pad(examples: Sequence[Example], length: int, *, for_rewards: bool = False) 
         for response, cuts in example.responses_with_cuts:
             rows.append([_Tree(example.prompt, [(len(rows), response, cuts)])])
     padded = _write(rows, length, examples, indices_of_examples, for_rewards)
-    padded.padding_mask = (padded.tree != NONE).long()
-    return padded
+    return padded._replace(padding_mask=(padded.tree != NONE).long())
 
 
 def by_side(lists: Sequence[Sequence[int]], *, fill: int) -> Tensor:
@@ -244,6 +229,7 @@ def _write(
         *torch.tensor([scored, targets, slots], dtype=torch.int64),
         response_index=by_side(indices_of_examples, fill=0),  # a missing response may have any index
         shape=(1 + max(map(max, indices_of_examples)), longest),
+        masks={},
     )
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import DEVICE, GPU, build, describe, limit, needs_gpu, pick, random_pairs
+from torch.utils._pytree import tree_map_only
 
 from dpo.models.attention import attend_by_segments
 from dpo.models.layouts import Layout, Padded, SharedPrefix, choose_layout
-from dpo.models.packing import Packed, map_tensors, pack, tree_mask
+from dpo.models.packing import Packed, pack, tree_mask
 from dpo.system.arithmetic import set_up_torch
 
 FAMILIES = ("llama", "gpt_neox")
@@ -132,7 +133,7 @@ def attend_to(packed: Packed, dtype: torch.dtype, head: int, window: int | None)
 
 
 def by_segments(query: Any, key: Any, value: Any, packed: Packed, window: int | None) -> torch.Tensor:
-    segments = map_tensors(lambda tensor: tensor.to(DEVICE), packed.segments)
+    segments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), packed.segments)
     mask = torch.zeros(1, 1, 1, 1, device=DEVICE)  # as `dpo/models/logprobs.py` gives it
     out, _ = attend_by_segments(torch.nn.Module(), query, key, value, mask, segments, sliding_window=window)
     return out.transpose(1, 2)
