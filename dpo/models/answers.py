@@ -132,7 +132,7 @@ def generate(
                 attention_mask=mask,
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,  # `_draw_token` draws
-                eos_token_id=list(sampling.end_tokens) or None,
+                eos_token_id=sampling.end_tokens or None,
                 pad_token_id=tokenizer.pad_token_id,
                 logits_processor=processors,
                 synced_gpus=synced,

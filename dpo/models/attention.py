@@ -113,8 +113,7 @@ def attend_in_bfloat16(
     is_cpu_bfloat16 = is_cpu(query.device) and dtype == torch.bfloat16
     # Packed rows have an additive mask; `masked_attention` computes no gradient for the mask.
     has_mask = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
-    # Transformers passes `cache` in continuous batching.
-    has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in (*UNSUPPORTED, "cache"))
+    has_options = kwargs.get("dropout") or any(kwargs.get(name) is not None for name in UNSUPPORTED)
     if not (is_cpu_bfloat16 and has_mask) or has_options:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5

@@ -59,17 +59,8 @@ SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # These files have the settings by which images and video are read.
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
+    vocab.json merges.txt tokenizer.model spiece.model"""
 # A user's own texts are in the block of code at the end of a card, where they cannot be markup.
 CARD = """\
 # A model trained with {method}
@@ -346,7 +337,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
             tokenizer.pad_token_id = pad
     elif (tokenizer.pad_token_id or 0) >= n_embeddings:
         tokenizer.pad_token_id = tokenizer.eos_token_id
-    _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
+    _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES.split(), *tokenizer.vocab_files_names.values()})
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
     config = dict(published)

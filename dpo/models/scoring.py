@@ -75,16 +75,14 @@ def seed_generators(*numbers: int) -> None:
     torch.manual_seed(int(seeds.view(np.uint64)[0]))
 
 
-def load_function(spec: str, path: Path) -> Callable:
-    """Load the function NAME of `spec`, which is "FILE.py:NAME"; the file may import modules beside it.
+def load_function(file: Path, name: str) -> Callable:
+    """Load a user's function from a Python file, which may import modules beside it.
 
     Returns a scorer of prompts and answers, which passes their texts to the function.
     """
-    name = spec.rpartition(":")[2]
-    module = load_module(path, f"{spec}: {path} cannot be run")
-    users_function = getattr(module, name, None)
+    users_function = getattr(load_module(file, f"{file} cannot be run"), name, None)
     if not callable(users_function):
-        raise InputError(f"{spec}: {path} has no function {name}")
+        raise InputError(f"{file} has no function {name}")
     return lambda prompts, answers: users_function(
         [prompt.text for prompt in prompts], [answer.text for answer in answers]
     )
@@ -261,9 +259,10 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
             check=partial(reward_model.encode, answer=NO_ANSWER),
         )
     if online.scorer == "function":
-        file = Path(online.function.rpartition(":")[0]).expanduser().resolve()
+        path, _, name = online.function.rpartition(":")
+        file = Path(path).expanduser().resolve()
         # Rank 0 scores all answers: other ranks do not load the function.
-        score = load_function(online.function, file) if is_rank_0() else None
+        score = load_function(file, name) if is_rank_0() else None
         own_digest = hash_code(file) if file.is_file() else None
         digest = from_rank_0(own_digest)
         check_alike({"online.function": own_digest or digest})  # a resumed run may have another rank 0
