@@ -33,7 +33,6 @@ class Example(NamedTuple):
     digest: str = ""  # from `text_digest`; identifies the example in every run
     prompt_is_truncated: bool = False
     response_is_truncated: bool = False
-    crosses: bool = False  # a token would have spanned two texts, so they were tokenized apart (`Tokens`)
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
@@ -227,7 +226,6 @@ def _make_example(
         digest=text_digest(prompt.text, texts),
         prompt_is_truncated=kept_prompt != tokens.prompt,
         response_is_truncated=longest > room,
-        crosses=tokens.crosses,
         roles=tuple(texts),
         weight=prompt.weights[index] if prompt.weights else 1.0,
         margin=prompt.margins[index] if prompt.margins else None,

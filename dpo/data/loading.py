@@ -13,6 +13,7 @@ from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS
 from dpo.settings.places import BUILT_IN, Source, find_source
 
+ENTRY_READERS = {"hh": read_hh, "shp": read_shp}  # for datasets with a file or Hub split for each of our splits
 CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
 
 
@@ -36,9 +37,8 @@ def get_dataset(
         return make_demo(split)
     if name == "se":
         return read_se(load_rows(source, "train", cache_dir), split, source.path, silent=silent)
-    read = read_hh if name == "hh" else read_shp
     rows = enumerate(load_rows(source, split, cache_dir), start=1)
-    return read((f"record {number} of {source.path}", row) for number, row in rows)
+    return ENTRY_READERS[name]((f"record {number} of {source.path}", row) for number, row in rows)
 
 
 def load_splits(
