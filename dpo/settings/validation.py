@@ -20,114 +20,163 @@ from dpo.system.launching import count_processes_here
 from dpo.system.plain_files import read_yaml
 
 # --- what a plan is refused for ---------------------------------------------------------------------------------------
-# A sentence names the keys that it is about: it does not count if one of them has a wrong value, in place of which the
-# plan has the default.
+
+Check = tuple[str, str]  # the keys that a check reads, separated by spaces, and the sentence that it reports
 
 
-def _check_processes(p: Plan) -> Iterator[str]:
+def _check_processes(p: Plan) -> Iterator[Check]:
     run, dims, optimizer = p.run, p.dims, p.training.optimizer
     several = p.trainer.multi_process
     processes = dims.world_size
     here = count_processes_here(processes)
     if (processes > 1 or run.world_size not in (None, 1)) and not several:
-        yield f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"
+        yield "world_size trainer", f"trainer={run.trainer} is one process: several need trainer=FSDPTrainer"
     if several and run.world_size not in (None, processes):
-        yield f"world_size={run.world_size}, but {processes} processes were launched: leave it out"
+        yield "world_size", f"world_size={run.world_size}, but {processes} processes were launched: leave it out"
     if several and p.gpus != UNCOUNTED and dims.replicate_size * dims.shard_size * dims.tensor_size != processes:
         yield (
+            "fsdp_shard_size tensor_parallel_size",
             f"fsdp_shard_size={p.fsdp.fsdp_shard_size} times tensor_parallel_size={run.tensor_parallel_size} does not "
-            f"divide the {processes} processes"
+            f"divide the {processes} processes",
         )
     if 0 < p.gpus < here and not run.dry_run:
         yield (
+            "world_size",
             f"{count(here, 'process', 'processes')} cannot share {count(p.gpus, 'GPU')}: set world_size={p.gpus}, or "
-            "start as many on each machine"
+            "start as many on each machine",
         )
     if several and optimizer in keys.NEED_WHOLE_TENSORS:
-        yield f"optimizer={optimizer} cannot update shards: use another one with trainer={run.trainer}"
+        yield (
+            "optimizer trainer",
+            f"optimizer={optimizer} cannot update shards: use another one with trainer={run.trainer}",
+        )
     is_too_much = p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
     if p.trainer == keys.PACKAGE and (
         is_too_much or p.model.autocast not in (None, "auto") or optimizer == "Adafactor"
     ):
         yield (
+            "tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",
             "tensor_parallel.backend=tensor_parallel takes no sample_during_eval, online=online, model.autocast, "
-            "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor"
+            "adapter, reward model or Adafactor: set tensor_parallel.backend=dtensor",
         )
     if p.quantized and (p.trainer == keys.TENSOR_PARALLEL or (p.gpus > 1 and not several)):
-        yield f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer"
+        yield (
+            "lora.name trainer",
+            f"lora=qlora does not work with trainer={run.trainer} on several GPUs: set trainer=FSDPTrainer",
+        )
     if p.fsdp.fsdp_frozen_weights == "whole" and not p.frozen_whole_is_exact:
-        yield "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base"
+        yield (
+            "fsdp_frozen_weights lora.reference",
+            "fsdp_frozen_weights=whole rounds the base, but not a second model as reference: set lora.reference=base",
+        )
 
 
-def _check_training(p: Plan) -> Iterator[str]:
+def _check_training(p: Plan) -> Iterator[Check]:
     run, data, training = p.run, p.data, p.training
     divides_by_eps = training.optimizer in (*keys.STEPS_OF_LR, "Adagrad") and "eps" not in training.optimizer_args
     if divides_by_eps and p.trains_half_precision and p.model.policy_dtype == "float16":
         yield (
+            "optimizer model.policy_dtype",
             f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: "
-            f"set {p.precise_settings}, or optimizer_args.eps=1e-4"
+            f"set {p.precise_settings}, or optimizer_args.eps=1e-4",
         )
     if p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1):
-        yield "model.cache_implementation=static needs a single device, and compile=false: leave it out"
+        yield (
+            "model.cache_implementation compile world_size",
+            "model.cache_implementation=static needs a single device, and compile=false: leave it out",
+        )
     if data.holdout and data.holdout > 1 and data.holdout % 1:
-        yield f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"
+        yield "holdout", f"holdout={data.holdout} must be a share below 1, or a whole number of prompts"
     if data.max_prompt_length >= data.max_length:
-        yield f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}"
+        yield (
+            "max_prompt_length max_length",
+            f"max_prompt_length={data.max_prompt_length} must be below max_length={data.max_length}",
+        )
     if data.n_epochs is None and data.n_examples is None:
-        yield "n_epochs and n_examples are both null: set one of them"
+        yield "n_epochs n_examples", "n_epochs and n_examples are both null: set one of them"
     if run.save_every and run.save_every % data.batch_size:
-        yield f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}"
+        yield (
+            "save_every batch_size",
+            f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}",
+        )
     if overwritten := sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys()):
-        yield f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out"
+        yield (
+            "chat_template_args",
+            f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out",
+        )
     if os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"):
-        yield f"exp_name={run.exp_name} must be relative and without '..'"
+        yield "exp_name", f"exp_name={run.exp_name} must be relative and without '..'"
     if run.resume == "auto" and p.has_new_run_dir:
-        yield "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR"
+        yield (
+            "resume local_run_dir",
+            "resume=auto looks for checkpoints in local_run_dir, by default a new directory: set local_run_dir=DIR",
+        )
     if p.lora and p.lora.reference == "adapter" and p.model.archive is None:
-        yield "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora"
+        yield (
+            "lora.reference model.archive",
+            "lora.reference=adapter needs an adapter: set model.archive=RUN/LATEST of a run with lora=lora",
+        )
 
 
-def _check_loss(p: Plan) -> Iterator[str]:
+def _check_loss(p: Plan) -> Iterator[Check]:
     options = p.loss.options
     divergence = p.loss.shared.get("f_divergence")
     computed = {p.loss.name, *(part.name for _, part in p.loss.parts)}  # the loss and its parts, if it is a mix
     if options.get("desirable_weight") == options.get("undesirable_weight") == 0:
-        yield "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0"
+        yield (
+            "loss.desirable_weight loss.undesirable_weight",
+            "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0",
+        )
     if computed - {"sft"} == {"mix"}:
-        yield "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
+        yield "loss.name", "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
     if options.get("reference_free") and divergence != "reverse_kl":
-        yield f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false"
+        yield (
+            "loss.reference_free loss.f_divergence",
+            f"loss.f_divergence={divergence} is a divergence from the reference: set loss.reference_free=false",
+        )
     if "exo" in computed and not options.get("label_smoothing"):
-        yield "loss=exo divides by loss.label_smoothing=0: set it above 0"
+        yield "loss.label_smoothing", "loss=exo divides by loss.label_smoothing=0: set it above 0"
     if p.loss.scalar_head and (p.evaluation.sample_during_eval or p.online):
         yield (
+            "loss.name sample_during_eval online.name",
             f"loss={p.loss.name} trains a reward model, which writes no text: set sample_during_eval=false, and leave "
-            "out online=online"
+            "out online=online",
         )
 
 
-def _check_online(p: Plan) -> Iterator[str]:
+def _check_online(p: Plan) -> Iterator[Check]:
     online, data, loss = p.online, p.data, p.loss
     if online is None:
         return
     if not loss.scalar_head and loss.trains_on != "pairs":
-        yield f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"
+        yield "loss.name", f"online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"
     if loss.needs_margins:
-        yield "loss.offset_by_margin=true needs margins, and the pairs of online=online have none"
+        yield (
+            "loss.offset_by_margin",
+            "loss.offset_by_margin=true needs margins, and the pairs of online=online have none",
+        )
     if p.training.cache_reference_logps == "all":
-        yield "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online"
+        yield (
+            "cache_reference_logps",
+            "cache_reference_logps=all needs pairs that are known before training, unlike those of online=online",
+        )
     if online.mix_offline and not 0 < p.n_offline < data.batch_size:
         yield (
+            "online.mix_offline batch_size",
             f"online.mix_offline={online.mix_offline} of batch_size={data.batch_size} gives a batch no pairs of the "
-            "data, or only these: set another fraction"
+            "data, or only these: set another fraction",
         )
     scorer = online.scorer
     if scorer != "shorter" and p.values.get(f"online.{scorer}") is None:
-        yield f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE"
+        yield (
+            f"online.scorer online.{scorer}",
+            f"online.scorer={scorer} needs online.{scorer}: set online.{scorer}=VALUE",
+        )
     if data.max_prompt_length + online.max_new_tokens > data.max_length:
         yield (
+            "max_prompt_length online.max_new_tokens max_length",
             f"max_prompt_length={data.max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to "
-            f"more than max_length={data.max_length}: lower one of them"
+            f"more than max_length={data.max_length}: lower one of them",
         )
 
 
@@ -139,9 +188,9 @@ def find_problems(plan: Plan) -> list[Problem]:
     values = plan.values
     problems = find_value_problems(values)
     wrong_keys = {problem.key for problem in problems}
-    sentences = list(_find_unmet(plan, refused=True))
-    for check in (_check_processes, _check_training, _check_loss, _check_online):
-        sentences += check(plan)
+    checks = list(_find_unmet(plan, refused=True))
+    for list_checks in (_check_processes, _check_training, _check_loss, _check_online):
+        checks += list_checks(plan)
     packages = [
         ("lora=qlora", plan.quantized, "bitsandbytes"),
         ("tensorboard.enabled=true", plan.tensorboard, "tensorboard"),
@@ -152,9 +201,10 @@ def find_problems(plan: Plan) -> list[Problem]:
     ]
     for name, is_needed, package in packages:
         if is_needed and not is_installed(package):
-            sentences.append(f"{name} needs {package}: pip install {package}")
-    for sentence in sentences:
-        if wrong_keys.isdisjoint(re.findall(r"[\w.]+", sentence)):
+            checks.append(("", f"{name} needs {package}: pip install {package}"))
+    for keys_read, sentence in checks:
+        # In place of a wrong value the plan has the default, so a check that reads it does not count.
+        if wrong_keys.isdisjoint(keys_read.split()):
             problems.append(Problem("", sentence))
     datasets = [] if "datasets" in wrong_keys else values["datasets"]
     return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
@@ -193,11 +243,12 @@ def find_plan_warnings(p: Plan) -> Iterator[str]:
     unused = [name for name, source in p.data.dataset_sources.items() if source is not None and name not in datasets]
     if unused:
         yield f"dataset_sources has {', '.join(unused)}, which datasets={datasets} does not name"
-    yield from _find_unmet(p, refused=False)
+    for _, sentence in _find_unmet(p, refused=False):
+        yield sentence
 
 
-def _find_unmet(p: Plan, *, refused: bool) -> Iterator[str]:
-    """Yield a sentence for each key that is neither null nor its default, but has no effect, as its need is not met.
+def _find_unmet(p: Plan, *, refused: bool) -> Iterator[Check]:
+    """Yield a check for each key that is neither null nor its default, but has no effect, as its need is not met.
 
     With `refused`, only keys whose lack of effect makes a run compute something other than was asked for; else only
     those that deserve a warning.
@@ -234,7 +285,7 @@ def _find_unmet(p: Plan, *, refused: bool) -> Iterator[str]:
     for names, is_met, need in needs:
         for key in names.split():
             if not is_met and p.values.get(key) not in (None, defaults.get(key)):
-                yield f"{key}={_write_value(p.values[key])} needs {need}"
+                yield key, f"{key}={_write_value(p.values[key])} needs {need}"
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
