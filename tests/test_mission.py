@@ -423,7 +423,7 @@ def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llam
 def test_o_what_is_no_model_of_transformers_is_refused_in_a_sentence(tiny_llama, tmp_path):
     config = trainers.compose(tmp_path, "run")
     adapted = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["q_proj"]))
-    sentence = "the model given is a PeftModel.*: pass the model of transformers"
+    sentence = "the model given is a PeftModel: pass a model of transformers"
     with refused(sentence):
         BasicTrainer(adapted, config, 0, config.local_run_dir, tiny_llama)
     with refused(sentence):

@@ -1,9 +1,9 @@
 """Make a full checkpoint of a sharded one (checkpoint_format=sharded), with a tensor at a time in memory.
 
-    dpo consolidate RUN_OR_CHECKPOINT OUT
+    dpo consolidate RUN_OR_CHECKPOINT OUT [--hf]
 
 OUT gets policy.pt, optimizer.pt and scheduler.pt as the reference code writes them, and all that a run needs to resume
-from it.
+from it. With --hf it gets what dpo export writes, which has more options: a model for transformers, or an adapter.
 """
 
 import tempfile
@@ -14,6 +14,7 @@ from dpo.checkpoint.files import MANIFEST, check_complete, read_file, read_state
 from dpo.checkpoint.shards import SHARDS, join_in_files
 from dpo.commands import command, make_parser
 from dpo.errors import InputError
+from dpo.models.export import export
 from dpo.settings.places import check_exists
 
 
@@ -22,7 +23,11 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("consolidate", __doc__)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--hf", action="store_true", help="make a model for transformers, or an adapter")
     options = parser.parse_args(arguments)
+    if options.hf:
+        export(options.path, options.out)
+        return
     checkpoint = options.path.expanduser().resolve()
     check_exists(checkpoint)
     if not (checkpoint / MANIFEST).exists():

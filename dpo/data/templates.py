@@ -152,6 +152,15 @@ def mark_texts(messages: Messages) -> tuple[Messages, MarkedTexts]:
     return marked, texts
 
 
+def spell(text: str) -> Iterator[str]:
+    """Yield the spellings in which templates write a text; a call's arguments may be JSON inside JSON."""
+    yield text
+    for is_ascii in (False, True):
+        escaped = json.dumps(text, ensure_ascii=is_ascii)[1:-1]
+        yield escaped
+        yield json.dumps(escaped, ensure_ascii=is_ascii)[1:-1]
+
+
 # --- prompts and responses -------------------------------------------------------------------------------------------
 
 
@@ -193,8 +202,8 @@ class ChatTemplate:
         try:
             dialogues = [apply(chat) for chat in chats]
             text = self._cut_prompt(apply, messages, dialogues, notes, continued=continued)
-            for chat in chats or [messages]:
-                self._note_changes(prompt, chat, notes)
+            for chat, dialogue in zip(chats or [messages], dialogues or [text], strict=True):
+                self._note_changes(prompt, chat, dialogue, notes)
             for chat, answer, dialogue in zip(chats, prompt.responses, dialogues, strict=True):
                 response, response_cuts = self._cut_response(apply, chat, answer, dialogue, len(text), notes)
                 texts.append(response)
@@ -214,8 +223,8 @@ class ChatTemplate:
                     f"remove it from {quote_around(text, token.start())}"
                 )
 
-    def _note_changes(self, prompt: Prompt, chat: Messages, notes: Notes) -> None:
-        """Add to `notes` what the template leaves out of a prompt with an answer, and which contents it trims.
+    def _note_changes(self, prompt: Prompt, chat: Messages, dialogue: str, notes: Notes) -> None:
+        """Add to `notes` what the template leaves out of a chat rendered as `dialogue`, and which contents it trims.
 
         Raises InputError if it leaves out all that is asked or answered.
         """
@@ -229,8 +238,11 @@ class ChatTemplate:
             role = chat[index]["role"]
             place = "prompts" if index < len(asked) else "responses"
             change = "leaves out"
-            if mark.strip() in rendered:
+            has_mark = mark.strip() in rendered
+            if has_mark:
                 present.add((place, role))
+            # a template may also leave out a text for what it says
+            if has_mark and any(spelled in dialogue for spelled in spell(text.strip())):
                 if kind != "content" or mark in rendered or json.dumps(mark)[1:-1] in rendered:
                     continue
                 change = "changes the white space of"

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file
-from dpo.checkpoint.shards import list_shards
+from dpo.checkpoint.shards import join_in_files, list_shards
 from dpo.data.prompt_forms import CHAT, HH, PROMPT_FORMS, RAW
 from dpo.data.templates import apply_template
 from dpo.data.tokenization import list_end_strings
@@ -195,7 +196,7 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     if source.adapter is not None:
         read_adapter(source.adapter)  # a damaged one is refused before the base is loaded
     model = load_structure(source, dtype=dtype or torch.float32)
-    state = drop_copies(model, _read_state(model, source, dtype))
+    state = drop_copies(model, _read_state(folder, model, source, dtype))
     _copy_files(folder, source, PROCESSOR_FILES)
     tokenizer = _write_tokenizer(folder, source, model)
     tensors = {}  # stays empty if weights cannot have the names in the base's files
@@ -249,10 +250,15 @@ def _write_model(folder: Path, source: ModelPath, dtype: torch.dtype | None) -> 
     _write_card(folder, source, model, weights=f"{type(model).__name__}, {dtype_name}")
 
 
-def _read_state(model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
-    """Return the trained weights, with an adapter merged, by their names in `model`; not yet rounded to `dtype`."""
+def _read_state(folder: Path, model: Any, source: ModelPath, dtype: torch.dtype | None) -> Tensors:
+    """Return the trained weights, with an adapter merged, by their names in `model`; not yet rounded to `dtype`.
+
+    Tensors of a sharded checkpoint are joined in files in `folder`.
+    """
     if source.adapter is None:
-        return read_archive(source.archive, model)
+        state = read_archive(source.archive, model, stays_in_files=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # mapped files stay readable after they are removed
+            return join_in_files(state, Path(scratch))
     base_dtype = None
     if source.run_dir is not None:  # the base as the run had it: in its dtype, and rounded to 4 bits if it was
         base_dtype = DTYPES[source.plan.model.policy_dtype]

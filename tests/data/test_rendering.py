@@ -93,6 +93,13 @@ def warnings_of(data) -> list[str]:
             [assistant("<think>\nSo 1.\n</think>\n\nIt is 1.")],
             "thought assistant of responses; 'So 1.\\n'",
         ),
+        # a template may cut a text at a word in it
+        (
+            make(BEGIN + "{{ m.content.split('[/THINK]')[-1] }}" + CLOSE),
+            ASK,
+            [assistant("[THINK]So 1.[/THINK]It is 1.")],
+            "content assistant of responses; '[THINK]So 1.[/THINK]It is 1.'",
+        ),
         (
             PLAIN,
             ASK,
@@ -139,7 +146,6 @@ def test_what_the_rendered_text_lacks_is_said_by_role_and_part(template, prompt,
             (make(BEGIN + "{{ m.content }}" + template + CLOSE), ASK, [call({"at": 'the "sky"\n', "é": [1.5, None]})])
             for template in CALLS
         ),
-        (make(BEGIN + "{{ m.content | e }}" + CLOSE), [user("x<y")], SKY),
         (make(BEGIN + "{{ m.content | tojson }}" + CLOSE), [user('Say "é"\n')], SKY),
         (make(BEGIN + "{{ m.content | tojson(ensure_ascii=true) }}" + CLOSE), [user('Say "é"\n')], SKY),
         (SYSTEM_IN_QUESTION, [system("Be kind."), user("Hi"), user("Well?")], SKY),
