@@ -17,7 +17,7 @@ from dpo.data.examples import encode_examples, list_examples
 from dpo.data.loading import identify_dataset, load_splits
 from dpo.data.prompt_forms import CHAT
 from dpo.data.report import SplitCounter, SplitReport, encode_in_batches
-from dpo.data.schema import BAD, SPLITS, WARNING_SHARE, Prompt, write_lines
+from dpo.data.schema import BAD, SPLITS, WARNING_SHARE, Prompt, Split, write_lines
 from dpo.data.table import PromptTable, is_whole, make_checksum, number_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import identify_tokenizer, load_tokenizer
@@ -164,24 +164,23 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any) -> dict[str, Any]:
     datasets = plan.data.datasets
     options = DataOptions.of(plan)
     encode = TextEncoder(tokenizer)
-    loaded = []  # the splits of each dataset
-    for name in datasets:
-        sources = plan.data.dataset_sources
-        loaded.append(load_splits(name, tokenizer, sources, cache_dir=plan.run.cache_dir, **options._asdict()))
     facts: dict[str, Any] = {"notes": [], "warnings": [], "problems": []}
+    test_splits = []
+
+    def load_train_splits() -> Iterator[tuple[str, Split]]:
+        """Load one dataset after another, so that the texts of few are in memory; keep the test splits."""
+        for name in datasets:
+            sources = plan.data.dataset_sources
+            loaded = load_splits(name, tokenizer, sources, cache_dir=plan.run.cache_dir, **options._asdict())
+            test_splits.append((name, loaded[1]))
+            yield name, loaded[0]
+
     training = None  # digests of the training texts
-    for split, splits in zip(SPLITS, zip(*loaded, strict=True), strict=True):
+    # once the train table is written, `test_splits` is complete
+    for split, splits in zip(SPLITS, (load_train_splits(), test_splits), strict=True):
         counter = SplitCounter(encode, options, training)
         report = counter.report
-        for name, prompts in zip(datasets, splits, strict=True):
-            for number, reason in prompts.bad_records:
-                counter.add_problem(name, number, BAD, reason)
-            for note in prompts.notes:
-                if isinstance(note, WarningLine):
-                    facts["warnings"].append(note.message)
-                else:
-                    facts["notes"].append(note)
-        numbered = number_prompts(zip(datasets, splits, strict=True), keep_all=options.trains_on == "prompts")
+        numbered = number_prompts(_take_notes(splits, counter, facts), keep_all=options.trains_on == "prompts")
         if options.truncation == "drop":
             numbered = _drop_long(numbered, counter)
         elif options.truncation != "auto":
@@ -193,6 +192,19 @@ def build_table(directory: Path, plan: Plan, tokenizer: Any) -> dict[str, Any]:
         facts[split] = asdict(report)
         facts["problems"] += ({"split": split, **problem} for problem in counter.problems)
     return {**facts, "largest": encode.largest_id}
+
+
+def _take_notes(splits: Iterable[tuple[str, Split]], counter: SplitCounter, facts: dict) -> Iterator[tuple[str, Split]]:
+    """Yield datasets' splits, with their bad records added to the counter's problems, and their notes to `facts`."""
+    for name, prompts in splits:
+        for number, reason in prompts.bad_records:
+            counter.add_problem(name, number, BAD, reason)
+        for note in prompts.notes:
+            if isinstance(note, WarningLine):
+                facts["warnings"].append(note.message)
+            else:
+                facts["notes"].append(note)
+        yield name, prompts
 
 
 def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter) -> Iterator[Prompt]:
@@ -240,7 +252,8 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         place = f"the {split} split of {datasets}"
         if not (report.prompts if plan.online else report.examples):
             raise InputError(
-                f"{place} has nothing to train on: {report.too_long:,} are too long: raise max_length, or add records"
+                f"{place} has nothing to train on, and {report.too_long:,} examples that are too long: raise "
+                f"max_length, or add records"
             )
         if loss.mismatched and report.prompts < 2:
             raise InputError(

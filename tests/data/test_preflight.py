@@ -73,7 +73,10 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"loss": "sft", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
         ({"loss.offset_by_margin": True}, "needs the margin of each pair, and dataset hh has none: add a column"),
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: set unpair=t"),
-        ({"truncation": "drop", "max_length": 8, "max_prompt_length": 4}, "nothing to train on: 3 are too long"),
+        (
+            {"truncation": "drop", "max_length": 8, "max_prompt_length": 4},
+            "nothing to train on, and 3 examples that are too long",
+        ),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],
 )

@@ -93,6 +93,13 @@ def warnings_of(data) -> list[str]:
             [assistant("<think>\nSo 1.\n</think>\n\nIt is 1.")],
             "thought assistant of responses; 'So 1.\\n'",
         ),
+        # words that are written in another way are no reason to refuse the record
+        (
+            make(BEGIN + "{{ m.content | e }}" + CLOSE),
+            [user("x<y")],
+            SKY,
+            "content user of prompts; 'x<y'",
+        ),
         # a template may cut a text at a word in it
         (
             make(BEGIN + "{{ m.content.split('[/THINK]')[-1] }}" + CLOSE),
