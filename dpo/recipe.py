@@ -15,6 +15,7 @@ from dpo.checkpoint.resume import (
     opening_run,
     preview_resume,
 )
+from dpo.data.loading import check_columns
 from dpo.data.preflight import TrainingData, list_first_examples, load_data
 from dpo.data.schema import write_lines
 from dpo.models.export import export_last
@@ -92,8 +93,10 @@ def _load(run: OpenRun | None, rank: int, plan: Plan, models: tuple | None) -> t
     set_up_libraries(plan, progress_bars=rank == 0 and sys.stderr.isatty())
 
     check_optimizer(plan.training)
-    if run and not resume_point and models is None:
-        check_model(plan)  # before data is loaded, which may take minutes
+    if run and not resume_point:
+        check_columns(plan)  # before a model is fetched
+        if models is None:
+            check_model(plan)  # before data is loaded, which may take minutes
     policy = models and take_model(models[0])
     if run:
         check_blocks(plan, policy)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpo.data.columns import N_INSPECTED, recognize
 from dpo.data.custom import DataOptions, get_custom
 from dpo.data.demo import make_demo
 from dpo.data.published import Entries, read_hh, read_se, read_shp
@@ -12,6 +13,7 @@ from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS
 from dpo.settings.places import BUILT_IN, Source, find_source
+from dpo.settings.plan import Plan
 
 ENTRY_READERS = {"hh": read_hh, "shp": read_shp}  # for datasets with a file or Hub split for each of our splits
 CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
@@ -113,7 +115,9 @@ def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
     return split
 
 
-def read_rows(name: str, source: Source, split: str, cache_dir: str | None = None) -> Sequence[Row]:
+def read_rows(
+    name: str, source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None
+) -> Sequence[Row]:
     """Load the rows of a split from its source, or from the plugin that has the dataset.
 
     If the source names a plugin's reader, this function makes each row from one of the source's. Rows for which it
@@ -124,7 +128,7 @@ def read_rows(name: str, source: Source, split: str, cache_dir: str | None = Non
         if rows is None:
             raise MissingSplit(f"dataset {name} has no {split} split")
         return list(rows)
-    rows = load_rows(source, split, cache_dir)
+    rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows
     converted = []
@@ -134,6 +138,19 @@ def read_rows(name: str, source: Source, split: str, cache_dir: str | None = Non
         except Exception as error:  # the user's code may raise anything
             converted.append(InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}"))
     return [row for row in converted if row is not None]
+
+
+def check_columns(plan: Plan) -> None:
+    """Raise InputError if local data lacks columns that the loss needs; the first records are read, or else all."""
+    for name in plan.data.datasets:
+        source = find_source(name, plan.data.dataset_sources)
+        if name in BUILT_IN or not source.path or source.local is None:
+            continue
+        options = {"name": name, "origin": source.label, "trains_on": DataOptions.of(plan).trains_on}
+        try:
+            recognize(read_rows(name, source, "train", limit=N_INSPECTED), source.columns, **options)
+        except InputError:  # a later record may have the missing columns
+            recognize(read_rows(name, source, "train"), source.columns, **options)
 
 
 def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:

@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -81,8 +81,8 @@ def _decode(value: Any, feature: Any, key: str) -> Any:
     return fields
 
 
-def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Row]:
-    """Load a split. A source without splits is a train split.
+def load_rows(source: Source, split: str, cache_dir: str | None = None, *, limit: int | None = None) -> Sequence[Row]:
+    """Load a split, with `limit` only so many records of each file. A source without splits is a train split.
 
     An error stands in place of a record that cannot be parsed. Raises InputError for a source without records.
     """
@@ -93,7 +93,7 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
     for file in files:
         # the libraries that parse files raise anything for damage
         with explaining_library(lambda error, file=file: InputError(f"{file} cannot be read: {one_sentence(error)}")):
-            for number, row in enumerate(_parse_file(file), start=1):
+            for number, row in enumerate(islice(_parse_file(file), limit), start=1):
                 if not isinstance(row, (Mapping, InputError)):
                     row = InputError(f"record {number} of {file} is {shorten(row)}, not an object with fields")
                 rows.append(row)

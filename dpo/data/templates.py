@@ -214,13 +214,17 @@ class ChatTemplate:
 
     def _refuse_control_tokens(self, prompt: Prompt) -> None:
         """Raise InputError for a control token in messages or tools, and for a text that is not valid Unicode."""
-        for value in (*(prompt.messages or ()), *chain(*prompt.responses), prompt.tools):
-            text = json.dumps(value, ensure_ascii=False, default=str)
-            check_unicode(text, "a message or tool")
+        values = [("a tool", prompt.tools)]
+        for message in chain(prompt.messages or (), *prompt.responses):
+            for key, value in message.items():
+                values.append((f"{key} of a message of role {message['role']!r}", value))
+        for name, value in values:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            check_unicode(text, name)
             if token := compile_special_tokens(self.tokenizer).search(text):
                 raise InputError(
-                    f"a message or tool has the control token {token[0]!r}, which only the chat template may write: "
-                    f"remove it from {quote_around(text, token.start())}"
+                    f"{name} has the control token {token[0]!r}, which only the chat template may write: remove it "
+                    f"from {quote_around(text, token.start())}"
                 )
 
     def _note_changes(self, prompt: Prompt, chat: Messages, dialogue: str, notes: Notes) -> None:

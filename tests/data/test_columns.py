@@ -6,7 +6,7 @@ import shutil
 import pytest
 from support.formats import assistant, user
 from support.pytests import refused
-from support.runs import TINY, change_json
+from support.runs import TINY, change_json, write_rows
 
 from dpo.data.columns import Columns, recognize
 from dpo.data.custom import get_custom
@@ -192,3 +192,14 @@ def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, t
     for marked in (PAIR | {field: "<pic>"}, chat | {field: [(user if field == "prompt" else assistant)("<pic>")]}):
         with refused("a text has <pic>, which stands for an image"):
             get_custom([marked], "rows", load_tokenizer(str(tmp_path)))
+
+
+def test_columns_are_checked_before_a_model_is_fetched(run, tmp_path):
+    for kinds, message in (
+        (["prompt text"] * 150, f"training on pairs needs the columns {LISTED}"),
+        ([*["prompt chosen"] * 150, "prompt chosen rejected"], "no/such"),  # a column may come late
+    ):
+        rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
+        file = write_rows(tmp_path / "mine.jsonl", rows)
+        with refused(re.escape(message)):
+            run("run", "model.name_or_path=no/such", f"datasets=[{file}]", "dry_run=true")

@@ -233,17 +233,17 @@ def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, contr
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
     said = f"So {control} it is"
     change, where = {
-        "question": ({"prompt": [user(said)]}, '"user", "content": "So '),
-        "content": ({"chosen": [assistant(said)]}, '"assistant", "content": "So '),
-        "argument": ({"rejected": [call({said: 1})]}, '"arguments": {"So '),
-        "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, '"thinking": "So '),
-        "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, '"description": "So '),
-        "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, '"user", "content": "So '),
+        "question": ({"prompt": [user(said)]}, "content of a message of role 'user'"),
+        "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant'"),
+        "argument": ({"rejected": [call({said: 1})]}, "tool_calls of a message of role 'assistant'"),
+        "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, "thinking of a message of role 'assistant'"),
+        "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, "a tool"),
+        "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user'"),
     }[place]
     good = {**GOOD, "tools": None}
     rows = [good | change] if place == "text" else [good, good | change]
-    message = f"record {len(rows)} of mine: a message or tool has the control token '{control}', which only .*: remove"
-    with refused(f"{message} it from .*{where}{control}".replace("|", r"\|")):
+    message = f"record {len(rows)} of mine: {where} has the control token '{control}', which only .*: remove it from"
+    with refused(message.replace("|", r"\|")):
         get_custom(rows, "mine", tokenizer)
 
 
