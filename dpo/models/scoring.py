@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dpo.models.pretrained import (
     refuse_missing_weights,
 )
 from dpo.settings.plan import Plan
+from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike, from_rank_0, is_rank_0
 
@@ -67,12 +69,21 @@ class Scorer(NamedTuple):
         return scores
 
 
-def seed_generators(*numbers: int) -> None:
-    """Seed the generators of Python, numpy and torch, which a user's function may use, by these numbers."""
+@contextmanager
+def seeded_generators(*numbers: int) -> Iterator:
+    """Seed the generators of Python, numpy and torch by these numbers; afterwards they continue where they were."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
-    random.seed(seeds.tobytes())
-    np.random.seed(seeds)
-    torch.manual_seed(int(seeds.view(np.uint64)[0]))
+    with torch.random.fork_rng(devices=range(count_gpus())):
+        random.seed(seeds.tobytes())
+        np.random.seed(seeds)
+        torch.manual_seed(int(seeds.view(np.uint64)[0]))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def load_function(file: Path, name: str) -> Callable:

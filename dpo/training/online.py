@@ -22,7 +22,7 @@ from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, format_for_readers, generate
-from dpo.models.scoring import ScorerFailed, load_scorer, seed_generators
+from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
@@ -335,8 +335,8 @@ class OnlineBatches(Batches):
         failure = None
         if len(own):
             try:
-                seed_generators(*seed)  # so that a resumed run draws the same numbers
-                scores = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
+                with seeded_generators(*seed):  # so that a resumed run draws the same numbers
+                    scores = self.scorer([prompts[i] for i in own], [answers[i] for i in own])
             except ScorerFailed as error:
                 failure = str(error)
         if not self.scorer.in_parallel:
