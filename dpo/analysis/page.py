@@ -72,13 +72,18 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
         texts += [f"left out: {problem}" for problem in run.problems]
         warnings += [f"{run.name}: {text}" if several else text for text in texts]
     results = [list_results(run) for run in runs]
-    rows = []
-    for label in dict.fromkeys(chain(*results)):  # the labels of all runs' results, each once, in order
-        rows.append((label, [result.get(label, ABSENT) for result in results]))
+    labels = [*dict.fromkeys(chain(*results))]  # of all runs' results, each once, in order
+    rows = [(label, [value]) for label, value in results[0].items()]
+    if several:
+        rows = [
+            (run.name, [result.get(label, ABSENT) for label in labels])
+            for run, result in zip(runs, results, strict=True)
+        ]
     context = {
         "title": f"{len(runs)} runs compared" if several else runs[0].name,
-        "names": [run.name for run in runs] if several else [],
+        "names": [run.name for run in runs] if several else [],  # of the runs that are compared
         "links": links,
+        "labels": labels if several else [],
         "results": rows,
         "warnings": warnings,
         "pictures": [(title, base64.b64encode(png).decode()) for title, png in pictures],
@@ -90,6 +95,8 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
         about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
         # Scalar heads give rewards, but no answers.
         commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
+        if not (run.path / "LATEST").exists():
+            commands = NEXT_COMMANDS[:1]
         context |= {
             "about": " \N{MIDDLE DOT} ".join(about),
             "verdict": describe_result(run),

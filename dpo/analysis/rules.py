@@ -81,13 +81,16 @@ def find_chosen_fall(run: LoggedRun) -> str:
     return f"change of held-out log-probabilities per token: chosen {signed(chosen)}, rejected {signed(rejected)}"
 
 
-def find_low_share(run: LoggedRun, name: str, *, limit: float, n: Callable[[LoggedRun], float]) -> str:
-    """The 95 % interval of `name`, a share of `n(run)` held-out examples, ends below `limit`."""
+def find_low_share(
+    run: LoggedRun, name: str, *, limit: float, n: Callable[[LoggedRun], float], fewest_updates: int = 0
+) -> str:
+    """The 95 % interval of `name`, a share of `n(run)` examples, ends below `limit` after `fewest_updates` or more."""
     share = run.eval.last(name)
-    if run.updates < FEWEST_UPDATES or not math.isfinite(share):
+    if run.updates < fewest_updates or not math.isfinite(share):
         return ""
     low, high = share_interval(share, n(run))
-    return f"{name} {figure(share)}, 95 % interval {figure(low)} to {figure(high)}" if high < limit else ""
+    interval = f"95 % interval {figure(low)} to {figure(high)}"
+    return f"{name} {figure(share)} on {n(run):,.0f}, {interval}" if high < limit else ""
 
 
 def find_overfitting(run: LoggedRun) -> str:
@@ -104,19 +107,15 @@ def find_overfitting(run: LoggedRun) -> str:
 
 
 def find_better_checkpoint(run: LoggedRun) -> str:
-    """The metric that ranks checkpoints was better at an earlier evaluation after the first update than at the last."""
+    """The metric that ranks checkpoints was better at the checkpoint BEST than at the last evaluation."""
     metric, sign = run.objective.best  # sign: +1 if higher is better, else -1
     if run.eval.has(HELD_OUT_SCORE):
         metric, sign = HELD_OUT_SCORE, +1
     examples, values = run.eval.points(metric)
-    values = values[examples > 0]
-    examples = examples[examples > 0]
-    if not len(values):
+    at_best = values[examples == run.best_at]  # several values if a resumed run evaluated there again
+    if not len(at_best) or sign * at_best[-1] <= sign * values[-1]:
         return ""
-    best = (sign * values).argmax()
-    if values[best] == values[-1]:
-        return ""
-    return f"{metric} {figure(values[best])} at {count(examples[best], 'example')}, {figure(values[-1])} at last"
+    return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
 
 
 def find_unfinished_warmup(run: LoggedRun) -> str:
@@ -223,7 +222,8 @@ RULES = (  # in the order of the page
     Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
     Rule("Held-out pairs are ranked no better than by chance",
-         partial(find_low_share, name="rewards_eval/accuracies", limit=0.55, n=n_effective),
+         partial(find_low_share, name="rewards_eval/accuracies", limit=0.55, n=n_effective,
+                 fewest_updates=FEWEST_UPDATES),
          "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",

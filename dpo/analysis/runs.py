@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class LoggedRun:
     drawn: Sequence[dict] = ()  # prompts, each with the scored answers that the last update before an evaluation drew
     answers: Sequence[dict] = ()  # the policy's most probable answers, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
+    best_at: int | None = None  # number of examples at the checkpoint that BEST names
     warnings: dict[str, int] = field(default_factory=dict)  # how often each text was printed
     problems: list[str] = field(default_factory=list)
     state: str = "stopped"  # or "complete", "still training" or "aborted" (on NaN)
@@ -161,11 +163,16 @@ def read_run(path: Path) -> LoggedRun:
     for entry in run.path.iterdir():
         if match := re.fullmatch(r"nonfinite-(\d+)", entry.name):
             run.last_nonfinite = max(run.last_nonfinite, int(match[1]))
+    match = re.fullmatch(r"step-(\d+)", os.path.basename(os.path.realpath(run.path / "BEST")))
+    if match and (run.path / match[0]).exists():  # the link may be missing, or its checkpoint may have been deleted
+        run.best_at = int(match[1])
     # A name that is not in UTF-8 has lone surrogates, which no page can hold.
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
-    elif "ended" not in run.env and is_locked(run.path):  # the process of a run that has ended may hold the lock still
+    elif not run.env.get("ended") and is_locked(
+        run.path
+    ):  # the process of a run that has ended may hold the lock still
         run.state = "still training"
     elif run.last_nonfinite > run.updates:  # the update was not logged, so the run ended there
         run.state = "aborted"

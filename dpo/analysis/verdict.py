@@ -93,15 +93,17 @@ def describe_change(run: LoggedRun) -> str:
     # Rounding this coarse may hide what a small lr does.
     if not answers and largest <= rounding and rounding > 1e-4:
         return f"Whether the model changed cannot be told: {facts[0]}."
+    advice = ": raise lr, or train longer"
     if not n_differ and changes and largest <= rounding:
         verb = "did not change"
     elif largest >= SMALL_CHANGE and answers and not n_differ:
         verb = "changed, but not its answers"
+        advice = ""
     elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= len(answers))):
         verb = "changed"
+        advice = ""
     else:
         verb = "hardly changed"
-    advice = "" if verb.startswith("changed") else ": raise lr, or train longer"
     return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 

@@ -36,7 +36,14 @@ from dpo.settings.keys import KEYS, PACKAGE, PRECISION, ResumeRule, dotted, upda
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.run_directory import FILES, check_holds_no_run, lock_run_dir, read_run_facts, write_run_facts
+from dpo.system.run_directory import (
+    FILES,
+    add_run_facts,
+    check_holds_no_run,
+    lock_run_dir,
+    read_run_facts,
+    write_run_facts,
+)
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # These keys of a model's config do not affect a run: they name the model's origin, or our own config decides them;
@@ -93,6 +100,7 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
     before = set(os.listdir(run_dir)) if run_dir.is_dir() else set()
     source = _find_resume_source(plan, logs)
     with lock_run_dir(run_dir):
+        add_run_facts(run_dir, ended=None)
         try:
             yield OpenRun(run_dir, _restore_run_dir(plan, source, logs) if source else None)
         except InputError:

@@ -7,6 +7,7 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
+import socket
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-LONGEST_WAIT_SECS = 10  # for what a browser sends next
+LONGEST_REQUEST_SECS = 10  # from the connection until the browser has sent its request
 
 
 @command
@@ -58,11 +59,13 @@ def serve(paths: list[Path], port: int) -> None:
     drawing_lock = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = LONGEST_WAIT_SECS
-
         def handle(self) -> None:
+            # A client that sends one byte at a time would keep this thread forever.
+            deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
+            deadline.start()
             with suppress(OSError):  # the browser closed the connection
                 super().handle()
+            deadline.cancel()
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile

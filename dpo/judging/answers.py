@@ -133,7 +133,7 @@ def draw_answers(
     missing = [i for i, key in enumerate(keys) if key not in store.lines]
     missing.sort(key=lambda i: -len(encoded[i]))
     with make_adapter_context(model, loaded.adapter)():
-        for start in tqdm.tqdm(range(0, len(missing), batch_size), desc=loaded.name, disable=not missing):
+        for start in tqdm.tqdm(range(0, len(missing), batch_size), desc=f"{loaded.name}, batches", disable=not missing):
             batch = missing[start : start + batch_size]
             # The indices in `batch` also seed the answers, so an answer does not depend on how prompts are batched.
             drawn = generate(model, loaded.tokenizer, [encoded[i] for i in batch], batch, sampling)

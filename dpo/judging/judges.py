@@ -96,9 +96,10 @@ def _combine(in_order: str | Exception, reversed_: str | Exception) -> Verdict:
         if score is None:
             return Verdict(None, reason=f"no verdict in {reply[-200:]!r}")
         scores.append(score)
-    score_in_order, score_reversed = scores  # of different answers: in the second reply, the first answer was B
-    is_flipped = score_in_order == score_reversed != 0.5
-    return Verdict((score_in_order + 1 - score_reversed) / 2, is_flipped, str(in_order).strip())
+    first_score = scores[0]
+    first_score_reversed = 1 - scores[1]  # in this order, the first answer was B
+    is_flipped = {first_score, first_score_reversed} == {0, 1}
+    return Verdict((first_score + first_score_reversed) / 2, is_flipped, str(in_order).strip())
 
 
 def read_verdict(reply: str) -> float | None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import tqdm
 
@@ -42,7 +42,7 @@ class Server:
         self.timeout = timeout
         self._replies = JsonLinesStore(cache, REPLY_MARK, {"reply": str})
         self._headers = {"Content-Type": "application/json"}
-        key = (os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")).strip()
+        key = os.environ.get("JUDGE_API_KEY", "").strip() or os.environ.get("OPENAI_API_KEY", "").strip()
         if not re.fullmatch("[!-~]*", key):  # a header cannot hold other characters
             raise InputError("JUDGE_API_KEY or OPENAI_API_KEY has a space, line break or the like: remove it")
         if key:
@@ -52,8 +52,8 @@ class Server:
             raise InputError("--judge URL has a user or password: set the key in JUDGE_API_KEY instead")
         # An opener with these handlers alone follows no redirect, which could send the key to another host.
         self._opener = OpenerDirector()
-        self._opener.add_handler(HTTPHandler())
-        self._opener.add_handler(HTTPSHandler())
+        for handler in (HTTPHandler(), HTTPSHandler(), UnknownHandler()):
+            self._opener.add_handler(handler)
         if not THIS_MACHINE.match(self.url):
             if key and not self.url.lower().startswith("https://"):
                 raise InputError(
@@ -94,9 +94,11 @@ class Server:
 
         Makes up to N_TRIES tries while the server is busy or cannot be reached, then raises one of ERRORS.
         """
-        request = Request(self.url + "/chat/completions", json.dumps(body).encode(), self._headers)
+        data = json.dumps(body).encode()
         wait = WAIT_SECS
         for number in range(1, N_TRIES + 1):
+            # a new one each time: urllib changes a request for a proxy, and would send it unencrypted the next time
+            request = Request(f"{self.url}/chat/completions", data, self._headers)
             status = 503  # a call without a reply counts as busy
             try:
                 status, content = self._fetch(request)

@@ -44,10 +44,10 @@ class Appender(Callback):
         for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             path = self.run_dir / name
             size = path.stat().st_size if path.exists() else 0
-            saved_size = self._sizes.get(name, 0)
+            saved_size = self._sizes.get(name, -1)  # -1: the checkpoint does not know the file
             # The offset of the end of the last complete record that the checkpoint knows.
-            end = self.find_end(path, saved_size) if size else 0
-            is_unknown = size > 0 and name not in self._sizes  # the file has lines of another run
+            end = self.find_end(path, min(saved_size, size)) if saved_size > 0 and size else 0
+            is_unknown = saved_size < 0 < size  # the file has lines of another run
             if end < saved_size or is_unknown:
                 records = path.read_bytes()[:end] if size else b""  # read now, as the file is renamed below
                 warning = f"{path} is not as the run's checkpoint knows it"

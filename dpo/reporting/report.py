@@ -25,9 +25,12 @@ class ReportWriter(Callback):
                 timeout=LONGEST_SECS,
                 check=True,
             )
-        except (OSError, subprocess.SubprocessError) as error:
-            output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-            why = output.strip().rpartition("\n")[2] or one_sentence(error)
-            self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))
+        except OSError as error:  # the process could not start
+            why = one_sentence(error)
+        except subprocess.SubprocessError as error:
+            output = (error.stderr or b"").decode(errors="replace").strip()
+            why = output.rpartition("\n")[2].removeprefix("error: ") or "it took too long"
         else:
             self.log(f"report: {self.run_dir / REPORT}")
+            return
+        self.log(WarningLine(f"the report was not written: {why}; try dpo report {self.run_dir}"))

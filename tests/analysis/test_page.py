@@ -198,8 +198,10 @@ def test_answers_are_shown_beside_those_before_training(run_dir):
 
 def test_the_next_commands_are_named(tmp_path):
     run = made(tmp_path / "a run")
+    (run / "LATEST").mkdir()
     shown = page_of(run).texts["code"]
     assert f"dpo report '{run}' OTHER_RUN" in shown
     assert f"dpo sample '{run}'" in shown
     reward_model = made(tmp_path / "rewards", config={"loss": {"name": "bradley_terry"}})
+    (reward_model / "LATEST").mkdir()
     assert not re.search("dpo (sample|evaluate)", page_of(reward_model).texts["code"])  # it gives no answers

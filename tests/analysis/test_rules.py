@@ -80,7 +80,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
     ("Chosen responses become", changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
      f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),  # of 20 tokens
     ("Held-out pairs are ranked", changed(HEALTHY, **held_out(evaluate(0.69, 0.45))),
-     "rewards_eval/accuracies 0.45, 95 % interval 0.39"),
+     "rewards_eval/accuracies 0.45 on 256, 95 % interval 0.39"),
     ("The held-out loss rises",
      changed(HEALTHY, **held_out(evaluate(0.55, 0.7) | {"examples": 200}, evaluate(0.8, 0.7))),
      "loss/eval 0.55 at 200 examples, 0.8 at last"),
@@ -98,7 +98,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
      "20 tokens, score 0.055 at first"),
     ("Most prompts give a tie", changed(HEALTHY_ONLINE, **drawn(ties=0.8)), "online/ties 0.8"),
     ("An earlier checkpoint",
-     changed(HEALTHY, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
+     changed(HEALTHY, best_at=200, **held_out(evaluate(0.55, 0.8) | {"examples": 200}, evaluate(0.55, 0.75))),
      "rewards_eval/accuracies 0.8 at 200"),
     ("Nearly all gradients", changed(HEALTHY, **train(grad_norm=lambda k: 99.0 if k > 5 else 1.0)),
      "grad_norm above 10 in 95 %"),

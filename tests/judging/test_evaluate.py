@@ -122,7 +122,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
 
 def test_a_prompt_with_a_control_token_is_refused_and_named(chat):
     model = LoadedModel("first", None, chat(WITH_TOOLS), "chat")
-    with refused(r"the prompt 'Say <.*>': a message .* has the control token '<\|endoftext"):
+    with refused(r"the prompt 'Say <.*>': content of a message .* has the control token '<\|endoftext"):
         encode_for(model, Prompt("Say <|endoftext|>", [], []), None, n_new=8)
 
 

@@ -14,7 +14,7 @@ from dpo.settings.plan import make_plan
     ("program", "why"),
     [
         ("raise ValueError('no ink')", "ValueError: no ink"),
-        ("import time; time.sleep(60)", "timed out after 1 seconds"),
+        ("import time; time.sleep(60)", "it took too long"),
         ("", "[Errno 2] No such file or directory: '/nowhere'"),  # no process can start
     ],
 )
@@ -28,6 +28,4 @@ def test_a_failure_is_one_line_with_the_reason_and_does_not_end_the_run(program,
     monkeypatch.setattr(report, "LONGEST_SECS", 1)
     logged = []
     ReportWriter(RunContext(make_plan({"report": True}), run_dir, 0, None, logged.append)).on_end()
-    [line] = logged
-    assert line.startswith("warning: the report was not written: ")
-    assert line.endswith(f"{why}; try dpo report {run_dir}")
+    assert logged == [f"warning: the report was not written: {why}; try dpo report {run_dir}"]
