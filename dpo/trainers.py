@@ -118,19 +118,19 @@ class Trainer(TrainerParts):
                 f"loss_scale={means['loss_scale']:g}, which is halved"
             )
         elif is_allowed and any(batch.weights):  # if all pairs are ties, momentum would still move the policy
-            means |= self.step_optimizer(update.number)
+            means = means | self.step_optimizer(update.number)
             self.scheduler.step()
             # Running averages count all examples alike, except ties.
             objective.after_step(reduced.means(batch.examples, [float(weight > 0) for weight in batch.weights]))
         objective.sync_if_due(update.number)
         self.policy.zero_grad()  # under FSDP, the optimizer has cleared only the local shards
-        means |= {  # changes `update.metrics`, which is the same dict
+        others = {
             "lr": lr,
             **batch.metrics,
             **reduced.find_kl(list(batch.drawn)),
             **measure_costs(batch, time.perf_counter() - start),
         }
-        return update
+        return update._replace(metrics=means | others)
 
     def step_optimizer(self, number: int) -> dict[str, float]:
         """Step the optimizer for update `number`; return further metrics of it, by name.

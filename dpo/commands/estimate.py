@@ -192,7 +192,7 @@ def measure(plans: Sequence[Plan], estimator: Estimator) -> dict:
         "lacking_gb": lacking_gb,
         "memory_gb": {purpose: n_bytes / 1e9 for purpose, n_bytes in memory.items()},
         "collectives": {key: {"calls": n, "gb": work.n_bytes[key] / 1e9} for key, n in sorted(work.calls.items())},
-        "tflop": work.totals["flops"] / 1e12,
+        "tflop": work.flops / 1e12,
         "seconds": sum(seconds),
         "seconds_by_purpose": seconds._asdict(),
         "hours": sum(seconds) * estimator.data.updates / 3600,

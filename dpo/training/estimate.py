@@ -67,9 +67,8 @@ class Work(NamedTuple):
 
     calls: Counter[str]  # numbers of collectives
     n_bytes: Counter[str]  # bytes of the whole tensors that are gathered, reduced or scattered
-    # `flops`: floating-point operations of matrix products and attention; `trained_bytes`: bytes of the weights that
-    # this process's optimizer updates
-    totals: Counter[str]
+    flops: int  # floating-point operations of matrix products and attention
+    trained_bytes: int  # bytes of the weights that this process's optimizer updates
 
 
 class Estimator:
@@ -113,7 +112,8 @@ class Estimator:
         median_index = n_tokens.index(median_high(n_tokens))
         with fake_processes(plan.dims) as mesh:
             simulated = [simulate(plan, self.data, median_index, mesh, frozen, n) for n in self.block_counts]
-        return Work(*map(self.extrapolate, zip(*simulated, strict=True)))
+        calls, n_bytes, totals = [self.extrapolate(counts) for counts in zip(*simulated, strict=True)]
+        return Work(calls, n_bytes, totals["flops"], totals["trained_bytes"])
 
     def extrapolate(self, counts: Sequence[Counter]) -> Counter:
         """Extrapolate counts of models with `block_counts` blocks to the whole model, linearly in the blocks."""
@@ -124,8 +124,10 @@ class Estimator:
         return Counter({key: n + (n - small[key]) * n_more // (LARGE - SMALL) for key, n in large.items()})
 
 
-def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, frozen: str | None, n_blocks: int) -> Work:
-    """Make an update of a model with `n_blocks` blocks on fake tensors, and count its work.
+def simulate(
+    plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, frozen: str | None, n_blocks: int
+) -> tuple[Counter, ...]:
+    """Make an update of a model with `n_blocks` blocks on fake tensors; count collectives, their bytes, and totals.
 
     Raises InputError if the model cannot run on tensors without values.
     """
@@ -181,7 +183,7 @@ def simulate(plan: Plan, data: TrainingData, batch_index: int, mesh: Mesh, froze
         objective.reduce(metrics, len(batch.examples), (), grad_norm=norm, n_ranks_to_stop=norm)
     trained = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
     totals = Counter(flops=flop_counter.get_total_flops(), trained_bytes=trained)
-    return Work(counter.calls, counter.n_bytes, totals)
+    return counter.calls, counter.n_bytes, totals
 
 
 class Seconds(NamedTuple):
@@ -194,7 +196,7 @@ class Seconds(NamedTuple):
 
 def estimate_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
     """Find how long an update takes: FSDP's collectives overlap with compute, those of tensor parallelism do not."""
-    compute = work.totals["flops"] / (rates.tflops[plan.model.autocast or plan.compute_dtype] * 1e12)
+    compute = work.flops / (rates.tflops[plan.model.autocast or plan.compute_dtype] * 1e12)
     dims = plan.dims
     groups = {  # by axis: how many processes a collective has, and the distance between their ranks
         "tensor": (dims.tensor_size, 1),
@@ -216,4 +218,4 @@ def estimate_seconds(plan: Plan, work: Work, rates: Rates) -> Seconds:
     waiting = seconds_by_axis["tensor"] + seconds_by_axis["all"] + max(0.0, overlapping - compute)
     # The optimizer reads weights, gradients and its states, and writes weights and states.
     n_values = 3 + 2 * count_states(plan.training)
-    return Seconds(compute, waiting, n_values * work.totals["trained_bytes"] / (rates.memory_gb_per_s * 1e9))
+    return Seconds(compute, waiting, n_values * work.trained_bytes / (rates.memory_gb_per_s * 1e9))

@@ -208,8 +208,6 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     vocabulary = head.weight.shape[0]
     itemsize = DTYPES[plan.model.autocast or plan.compute_dtype].itemsize
     copy = head.weight.numel() * itemsize if plan.model.autocast else 0  # the head's weight, as autocast casts it
-    if microbatch.inputs.padding_mask is not None:  # log-probabilities and two gradients, of 4 bytes each
-        return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["gpu" if plan.gpus else "cpu"]))
     # A GPU computes the log-probabilities of a whole chunk in float32, from a copy in float32 if the logits are in
@@ -221,6 +219,9 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     # logits.
     if plan.dims.tensor_size > 1:
         bytes_per_logit = max(bytes_per_logit, itemsize * (2 + 2 / plan.dims.tensor_size))
+    if microbatch.inputs.padding_mask is not None:  # not in chunks: the gradients of all logits, and of scored ones
+        n_values = microbatch.n_tokens * vocabulary + n_logits
+        return copy + max(n_values * itemsize, int(n_logits * bytes_per_logit))
     return copy + int(n_logits // n_chunks * bytes_per_logit)
 
 

@@ -130,10 +130,10 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the schedule, and set the optimizer's learning rates to those of the next update."""
+        """Restore the schedule, and set the optimizer's learning rate to that of the next update."""
         # Unknown keys are dropped: torch would make attributes of them.
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
         [group] = self.optimizer.param_groups
-        # the rate of the next update, on the curve of this run's length
+        # It is on the curve of this run's length, which may differ from that of the saved one.
         group["lr"] = self.base_lrs[0] * self.lr_lambdas[0](self.last_epoch)
         self._last_lr = [group["lr"]]

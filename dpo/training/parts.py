@@ -127,7 +127,9 @@ class TrainerParts(RunState):
             if resume_from and reference_model is not None and plan.follow_every:
                 load_archive(unwrap(reference_model), resume_from / f"{FOLLOWING}.pt")
         else:
-            self.progress.line(f"loading the model {resume_from or plan.model.archive or plan.model.name_or_path}")
+            stored = resume_from or plan.model.archive
+            name = "random weights" if plan.model.random_init and not stored else stored or plan.model.name_or_path
+            self.progress.line(f"loading {name}")
             policy, reference_model = model_loaders(plan, resume_from)
         policy = load_policy(policy, plan, resume_from)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)

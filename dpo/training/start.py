@@ -124,8 +124,8 @@ def list_notes(evaluator: Evaluator, *, is_first: bool) -> list[str]:
     n_passes = plan.n_microbatches * plan.dims.data_size
     if plan.data.batch_size % n_passes or plan.n_microbatches != plan.data.gradient_accumulation_steps:
         notes.append(
-            f"batch_size={plan.data.batch_size} is split over {n_passes} backward passes of all processes, of average "
-            f"size {plan.data.batch_size / n_passes:.3g} (microbatch_size={plan.data.microbatch_size})"
+            f"batch_size={plan.data.batch_size} is split over {n_passes} backward passes of all processes, with "
+            f"{plan.data.batch_size / n_passes:,.1f} examples on average (microbatch_size={plan.data.microbatch_size})"
         )
     notes += describe_model(objective.policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
     if plan.evaluation.sample_during_eval:

@@ -136,12 +136,12 @@ def test_with_fewer_processes_a_backward_pass_has_no_more_examples_than_when_the
         run("run", "batch_size=8", f"n_examples={n_examples}", "resume=auto", *settings)
         return (run_dir / "log.txt").read_text().rpartition("updates of 8 examples will run")[2]
 
-    uneven = "batch_size=8 is split over 3 backward passes of all processes, of average size 2.67"
+    uneven = "batch_size=8 is split over 3 backward passes of all processes, with 2.7 examples on average"
     assert uneven in train(8, "trainer=FSDPTrainer", "world_size=3")
     assert uneven in train(16)
     in_four = "gradient_accumulation_steps=4"
     assert "backward passes" not in train(24, in_four)  # as it was asked for
-    said = "8 backward passes of all processes, of average size 1 (microbatch_size=1)"
+    said = "8 backward passes of all processes, with 1.0 examples on average (microbatch_size=1)"
     assert said in train(32, in_four, "microbatch_size=1")
 
 
