@@ -272,7 +272,8 @@ class Checkpoints:
     def _copy(self, part: Part) -> tuple[str, Any, Parts]:
         """Copy a part to the host: its name, the state for rank 0's file, and this process's parts of its tensors."""
         state, own = take_parts(part.find_state(), part.name, self.mesh)
-        return part.name, copy.deepcopy(state) if self.mesh.rank == 0 else None, own
+        copied = copy.deepcopy(state) if self.mesh.rank == 0 else None
+        return part.name, copied, own
 
     def _write_shards(
         self,

@@ -71,6 +71,8 @@ class Mesh:
 
     def any(self, here: bool) -> bool:
         """Return whether `here` is true on any process."""
+        if self.world_size == 1:
+            return here
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
 
     def gather_all(self, value: Any) -> list:
@@ -117,7 +119,8 @@ class FakeMesh(Mesh):
     """A mesh whose other processes do not exist: sums over it are 0, as the tensors may have no values."""
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(super().add(values).shape, dtype=values.dtype)
+        super().add(values)  # so that it is counted
+        return torch.zeros(values.shape, dtype=values.dtype)
 
 
 @contextmanager

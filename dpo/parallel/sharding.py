@@ -370,8 +370,8 @@ def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
 
 
 def join_path(name: str, path: Iterable) -> str:
-    """Return the name of the state `name` and the keys of a `path` in it, joined by dots."""
-    return ".".join([name, *(str(entry.key) for entry in path)])
+    """Return the name of the state `name` and the keys of a `path` in it, of nested mappings, joined by dots."""
+    return ".".join([name, *(str(getattr(entry, "key", entry)) for entry in path)])
 
 
 def count_own_bytes(state: Any) -> int:
@@ -385,7 +385,7 @@ def _is_first_owner(tensor: DTensor, mesh: Mesh) -> bool:
     for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
         if not placement.is_replicate():
             copied.remove(axis)
-    return not any(map(mesh.device_mesh.get_local_rank, copied))
+    return all(mesh.device_mesh.get_local_rank(axis) == 0 for axis in copied)
 
 
 def _find_begin(tensor: DTensor) -> tuple[int, ...]:
@@ -540,7 +540,8 @@ def load_optimizer(optimizer: Optimizer, state: dict | None, mesh: Mesh) -> None
     optimizer.load_state_dict(state)
     # On a CPU, tensors may still be mapped from the checkpoint's file, which may be deleted: copy them.
     for values in optimizer.state.values():
-        values.update(tree_map_only(Tensor, torch.clone, values))
+        for key, value in values.items():
+            values[key] = tree_map_only(Tensor, torch.clone, value)
 
 
 # --- one process with several GPUs ---------------------------------------------------------------------------------

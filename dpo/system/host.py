@@ -58,7 +58,9 @@ class _UnfailingFile(io.FileIO):
         n_written = None
         with suppress(OSError):  # a full disk, a terminal that was closed, a pipe that nobody reads
             n_written = super().write(data)
-        return memoryview(data).nbytes if n_written is None else n_written  # claim that all was written
+        if n_written is None:
+            n_written = memoryview(data).nbytes  # claim that all was written
+        return n_written
 
 
 class _RedactedText(io.TextIOWrapper):

@@ -96,24 +96,24 @@ def find_rank_env() -> RankEnv | None:
     environ = os.environ
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
         rank_env = RankEnv(
-            int(environ["RANK"]),
-            int(environ["WORLD_SIZE"]),
-            int(environ.get("LOCAL_RANK", environ["RANK"])),
-            "localhost",
-            29500,
-            int(environ.get("GROUP_RANK", 0)),
-            int(environ.get("GROUP_WORLD_SIZE", 1)),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+            address="localhost",
+            port=29500,
+            machine=int(environ.get("GROUP_RANK", 0)),
+            n_machines=int(environ.get("GROUP_WORLD_SIZE", 1)),
         )
     elif int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # not SLURM_NTASKS, which a batch script has too
         rank_env = RankEnv(
-            int(environ["SLURM_PROCID"]),
-            int(environ["SLURM_STEP_NUM_TASKS"]),
-            int(environ["SLURM_LOCALID"]),
+            rank=int(environ["SLURM_PROCID"]),
+            world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
             # Take the first node of a list, such as node03 in "node[03-05,9]".
-            re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", "")),
-            20_000 + int(environ["SLURM_JOB_ID"]) % 20_000,  # jobs rarely collide
-            int(environ.get("SLURM_NODEID", 0)),
-            int(environ.get("SLURM_STEP_NUM_NODES", 1)),
+            address=re.sub(r"^([^,\[]*)(?:\[(\w+))?.*", r"\1\2", environ.get("SLURM_STEP_NODELIST", "")),
+            port=20_000 + int(environ["SLURM_JOB_ID"]) % 20_000,  # jobs rarely collide
+            machine=int(environ.get("SLURM_NODEID", 0)),
+            n_machines=int(environ.get("SLURM_STEP_NUM_NODES", 1)),
         )
     else:
         return None
@@ -195,7 +195,7 @@ def _run_in_group(
     rank, world_size, local_rank, address, port, machine, n_machines, listener = rank_env
     # torchrun may serve the store itself; it keeps it when it restarts workers
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves_store = rank == 0 and not has_agent_store
+    serves_store = rank == 0 and (listener is not None or not has_agent_store)
     timeout = timedelta(seconds=timeout_secs)
     status = DONE
     message = ""

@@ -56,8 +56,8 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
     """Return `PREFIX/USER` for the first prefix that exists, or for the last if none does."""
-    existing = [*filter(os.path.exists, prefixes), prefixes[-1]]
-    return os.path.join(existing[0], getpass.getuser())
+    prefix = next(filter(os.path.exists, prefixes), prefixes[-1])
+    return os.path.join(prefix, getpass.getuser())
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ time out, and handle no signals. A `call_site` is any text that names a place in
 from it.
 """
 
+import math
 import os
 import signal
 import socket
@@ -52,18 +53,6 @@ def default_store() -> dist.Store:
 
 
 @contextmanager
-def watchdog(timeout_secs: float, act: Callable, *args: Any) -> Iterator:
-    """Call `act(*args)` in a thread if the body, such as a call of a store, takes longer than `timeout_secs`."""
-    timer = threading.Timer(timeout_secs, act, args)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
 def store_with_watchdog() -> Iterator[dist.Store]:
     """Yield the store; this process aborts if the body takes longer than the store's timeout.
 
@@ -71,8 +60,13 @@ def store_with_watchdog() -> Iterator[dist.Store]:
     its stack, and the parent takes it for one that lost contact.
     """
     store = default_store()
-    with watchdog(store.timeout.total_seconds(), os.kill, os.getpid(), signal.SIGABRT):
+    watchdog = threading.Timer(store.timeout.total_seconds(), os.kill, (os.getpid(), signal.SIGABRT))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
         yield store
+    finally:
+        watchdog.cancel()
 
 
 def wait_for(key: str, longest_secs: float | None = None) -> str:
@@ -143,7 +137,8 @@ def once_per_machine(make: Callable[[], str]) -> str:
     rank = dist.get_rank()
     if firsts[rank] == rank:
         announce(f"rank {rank} at {call}", make())
-    return [wait_for(f"rank {first} at {call}") for first in firsts][rank]
+    results = {first: wait_for(f"rank {first} at {call}") for first in set(firsts)}
+    return results[firsts[rank]]
 
 
 def identify_machine() -> str:
@@ -206,46 +201,60 @@ def watching_machines(
     """Watch the other machines inside the context; a process with `writes`, one per machine, writes its heartbeats.
 
     `store` is the store through which the processes meet. A machine is watched from its first heartbeat on, until its
-    context ends without an error. Once a machine or the store has been silent for `timeout_secs`, or this process did
-    not run for as long, a thread calls `give_up(why)`, which must end the process.
+    context ends without an error. Once a machine has been silent for `timeout_secs`, or this process did not run for as
+    long, a thread calls `give_up(why)`, which must end the process.
     """
     if n_machines == 1:
         yield
         return
+    beats = [f"heartbeats of machine {i}" for i in range(n_machines)]
+    ends = [f"end of machine {i}" for i in range(n_machines)]
+    answered_at = time.monotonic()  # when the store last answered all calls of a round
+    heard_at = [math.inf] * n_machines  # inf: not watched; one thread writes the list, the other reads it
     is_over = threading.Event()
+    pause = timeout_secs / BEATS_PER_TIMEOUT
 
-    def watch(connection: Any) -> None:
+    def exchange(connection: Any) -> None:
+        """Write and read heartbeats. A call of the store may never return, so `watch` runs in a thread of its own."""
+        nonlocal answered_at
         counts = [0] * n_machines
-        heard_at = {}  # by machine, without those that have not begun or have ended
-        no_answer = f"the store, through which the processes meet, has not answered for {timeout_secs:g} s"
-        with suppress(RuntimeError):  # the process that served the store has ended, so collectives fail, too
+        try:
             while not is_over.is_set():
-                now = time.monotonic()
-                with watchdog(timeout_secs, give_up, no_answer):
-                    if writes:
-                        connection.add(f"heartbeats of machine {machine}", 1)
-                    for i in range(n_machines):
-                        # Unlike `get`, adding 0 does not wait for a first heartbeat.
-                        count = connection.add(f"heartbeats of machine {i}", 0)
-                        if connection.check([f"end of machine {i}"]):
-                            heard_at.pop(i, None)
-                        elif count != counts[i]:
-                            counts[i] = count
-                            heard_at[i] = now
-                silent = [f"machine {i}" for i, heard in heard_at.items() if now - heard > timeout_secs]
-                if silent:
-                    give_up(f"no heartbeat of {' and '.join(silent)} for {timeout_secs:g} s (heartbeat_timeout_secs)")
-                now = time.monotonic()
-                is_over.wait(timeout_secs / BEATS_PER_TIMEOUT)
-                waited = time.monotonic() - now
-                if waited > timeout_secs:
-                    give_up(f"for {waited:.0f} s it did not run, or C code held the GIL")
+                if writes:
+                    connection.add(beats[machine], 1)
+                for i in range(n_machines):
+                    count = connection.add(beats[i], 0)  # unlike `get`, it does not wait for a first heartbeat
+                    if connection.check([ends[i]]):
+                        heard_at[i] = math.inf
+                    elif count != counts[i]:
+                        counts[i] = count
+                        heard_at[i] = time.monotonic()
+                answered_at = time.monotonic()
+                is_over.wait(pause)
+        except RuntimeError:  # the process that served the store has ended, so collectives fail, too
+            is_over.set()
 
-    threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()
+    def watch() -> None:
+        """Give up if this process was stopped, if the store does not answer, or if another machine is silent."""
+        looked_at = time.monotonic()
+        while not is_over.wait(pause):
+            now = time.monotonic()
+            if now - looked_at > timeout_secs:
+                give_up(f"for {now - looked_at:.0f} s it did not run, or C code held the GIL")
+            looked_at = now
+            silent = [i for i in range(n_machines) if now - heard_at[i] > timeout_secs]
+            if now - answered_at > timeout_secs:
+                give_up(f"the store, through which the processes meet, has not answered for {timeout_secs:g} s")
+            elif silent:
+                names = " and ".join(f"machine {i}" for i in silent)
+                give_up(f"no heartbeat of {names} for {timeout_secs:g} s (heartbeat_timeout_secs)")
+
+    threading.Thread(target=exchange, args=(store.clone(),), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
         if writes:
             with suppress(RuntimeError):  # the process that serves the store may have ended before
-                store.set(f"end of machine {machine}", "")
+                store.set(ends[machine], "")
     finally:
         is_over.set()
