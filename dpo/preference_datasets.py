@@ -19,11 +19,12 @@ from dpo.data.examples import Example, TextExample, encode_examples, iterate_exa
 from dpo.data.loading import get_dataset, load_splits
 from dpo.data.preflight import load_data  # noqa: F401
 from dpo.data.published import extract_anthropic_prompt, strings_match_up_to_spaces, strip_html_tags  # noqa: F401
-from dpo.data.schema import SPLITS, Prompt, TruncationMode
+from dpo.data.schema import Prompt, TruncationMode
 from dpo.data.table import number_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
+from dpo.settings.places import store_rows
 
 PaddedBatch = dict  # texts in lists, and int64 tensors (rows, tokens)
 
@@ -56,11 +57,12 @@ def get_batch_iterator(
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
     trains_on = "targets" if sft_mode else "pairs"
-    sources = dataset_sources or {}
+    sources = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"]
     loaded = []  # one split of each dataset
     for name in names:
-        splits = load_splits(name, tokenizer, sources, cache_dir=cache_dir, silent=silent, trains_on=trains_on)
-        loaded.append(splits[SPLITS.index(split)])
+        loaded += load_splits(
+            name, tokenizer, sources, splits=[split], cache_dir=cache_dir, silent=silent, trains_on=trains_on
+        )
     prompts = list(number_prompts(zip(names, loaded, strict=True)))
     counts = [len(prompt.examples) for prompt in prompts]
     if sum(counts) < batch_size:

@@ -214,9 +214,8 @@ def test_n_examples_alone_goes_on_for_as_many_epochs_as_it_takes():
 
 def test_in_a_mixture_hh_keeps_the_end_of_a_prompt_and_shp_its_start(tokenizer, tmp_path):
     marker = "\n\nHuman: a b c d e\n\nAssistant:"  # \n \n Human : ... \n \n Assistant :
-    for split in ("train", "test"):
-        write_rows(tmp_path / "hh" / f"{split}.jsonl", [{"chosen": marker + " b", "rejected": marker + " c"}])
-        write_rows(tmp_path / "shp" / f"{split}.jsonl", [shp_row("a b c d e", ("b", 4), ("c", 1), 1)])
+    write_rows(tmp_path / "hh" / "train.jsonl", [{"chosen": marker + " b", "rejected": marker + " c"}])
+    write_rows(tmp_path / "shp" / "train.jsonl", [shp_row("a b c d e", ("b", 4), ("c", 1), 1)])
 
     (batch,) = get_batch_iterator(
         ["hh", "shp"],
@@ -240,8 +239,7 @@ def test_in_a_mixture_hh_keeps_the_end_of_a_prompt_and_shp_its_start(tokenizer, 
 
 def test_batches_that_would_never_end_or_never_come_are_errors(tokenizer, tmp_path):
     dialogue = "\n\nHuman: Hi\n\nAssistant:"
-    for split in ("train", "test"):
-        write_rows(tmp_path / f"{split}.jsonl", [{"chosen": dialogue + " a", "rejected": dialogue + " b"}] * 2)
+    write_rows(tmp_path / "train.jsonl", [{"chosen": dialogue + " a", "rejected": dialogue + " b"}] * 2)
     options = {"silent": True, "dataset_sources": {"hh": str(tmp_path)}}
 
     with refused("n_epochs or n_examples"):

@@ -453,6 +453,9 @@ def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes
         start = max(0, end - n)
         if start and own[0][0] == "assistant":  # it begins with an answer, so a later question is its own
             start = end = 0
+        # If the prompt ends in the beginning of an answer, the response must go on with it, or repeats nothing.
+        if begun and end and not (response[end:] and response[end]["content"].startswith(begun)):
+            start = end = 0
         rest = response[end:]
         if begun and rest and rest[0]["content"].startswith(begun):
             if end:

@@ -170,16 +170,22 @@ def encode_examples(
     """
     if encode.eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
+    apart = []  # texts that are tokenized by themselves
+    for prompt, index in examples:
+        if prompt.apart:
+            apart += [prompt.text, *prompt.texts(index).values()]
+    ids = encode(apart)
     # with all responses of a prompt, so that all its examples have the same prompt tokens
-    apart = encode(chain.from_iterable((prompt.text, *prompt.responses) for prompt, _ in examples if prompt.apart))
     whole = encode.encode_conversations((prompt.text, prompt.pieces) for prompt, _ in examples if not prompt.apart)
     conversations = iter(whole)
     encoded = []
     for prompt, index in examples:
         if prompt.apart:
-            tokens = Tokens(apart[prompt.text], [[apart[text]] for text in prompt.responses], crosses=False)
+            responses = [[ids[text]] for text in prompt.texts(index).values()]
+            tokens = Tokens(ids[prompt.text], responses, crosses=False)
         else:
             tokens = next(conversations)
+            tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
         encoded.append(_make_example(prompt, index, tokens, encode, max_length, max_prompt_length))
     return encoded
 
@@ -190,9 +196,8 @@ def _make_example(
     """Make an Example from its token ids: end the responses with EOS, and truncate prompt and responses."""
     texts = prompt.texts(index)
     refuse_eos(prompt, encode.tokenizer)
-    all_pieces = [tokens.responses[i] for i in prompt.roles(index).values()]
     whole = []  # each response, not yet truncated
-    for text, pieces in zip(texts.values(), all_pieces, strict=True):
+    for text, pieces in zip(texts.values(), tokens.responses, strict=True):
         response = tuple(chain(*pieces))
         # the template may have written another end token than EOS
         if not (prompt.rendered and text.endswith(encode.ends)):
@@ -208,7 +213,7 @@ def _make_example(
         room = max_length - max_prompt_length
     responses = [response[:room] for response in whole]
     all_cuts = []
-    for text, pieces, response in zip(texts.values(), all_pieces, responses, strict=True):
+    for text, pieces, response in zip(texts.values(), tokens.responses, responses, strict=True):
         # scored and unscored pieces alternate, so the ends of all but the last are the cuts
         *ends, _ = accumulate(map(len, pieces))
         cuts = tuple(min(end, len(response)) for end in ends)

@@ -7,8 +7,8 @@ from dpo.data.columns import N_INSPECTED, recognize
 from dpo.data.custom import DataOptions, get_custom
 from dpo.data.demo import make_demo
 from dpo.data.published import Entries, read_hh, read_se, read_shp
-from dpo.data.schema import Prompt, Row, Split, TruncationMode, hold_out
-from dpo.data.sources import MissingSplit, identify_source, load_rows
+from dpo.data.schema import SPLITS, Prompt, Row, Split, TruncationMode, hold_out
+from dpo.data.sources import has_split, identify_source, load_rows
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS
@@ -48,13 +48,14 @@ def load_splits(
     tokenizer: Any,
     sources: Mapping,
     *,
+    splits: Sequence[str] = SPLITS,
     cache_dir: str | None = None,
     silent: bool = False,
     **options: Any,
-) -> tuple[Split, Split]:
-    """Load a dataset's train and test split; the options are those of `DataOptions`.
+) -> list[Split]:
+    """Load splits of a dataset; the options are those of `DataOptions`.
 
-    `hold_out(holdout)` divides a dataset without a test split.
+    A dataset without a test split is read once, and divided by `hold_out(holdout)`.
     """
     data_options = DataOptions(**options)
     holdout = data_options.holdout
@@ -77,22 +78,31 @@ def load_splits(
             )
         return prompts
 
-    train = read("train")
-    try:
-        test = read("test")
-    except MissingSplit:
-        n = len(train)
-        test = hold_out(train, holdout)
-        if not train:
-            raise InputError(
-                f"dataset {name} ({place}) has {count(n, 'different prompt')}, and the test split takes all: add some, "
-                f"or set a smaller holdout"
-            ) from None
-        test.notes.append(f"test split of {name}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
-    else:
+    if _has_test_split(name, source, cache_dir):
+        loaded = [read(split) for split in splits]
         if holdout:
-            train.notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
-    return train, test
+            loaded[0].notes.append(f"holdout={holdout} has no effect on {name}, which has a test split")
+        return loaded
+    train = read("train")
+    n = len(train)
+    test = hold_out(train, holdout)
+    if not train:
+        raise InputError(
+            f"dataset {name} ({place}) has {count(n, 'different prompt')}, and the test split takes all: add some, or "
+            f"set a smaller holdout"
+        )
+    test.notes.append(f"test split of {name}: {len(test):,} of {count(n, 'prompt')}; holdout=NUMBER gives another")
+    divided = {"train": train, "test": test}
+    return [divided[split] for split in splits]
+
+
+def _has_test_split(name: str, source: Source, cache_dir: str | None) -> bool:
+    """Whether a dataset has a test split of its own."""
+    if not source.path:
+        return name in BUILT_IN or DATASETS[name]("test") is not None
+    if source.has_no_splits:
+        return name == "se"  # it makes its own test split
+    return name in BUILT_IN or has_split(source, "test", cache_dir)
 
 
 def _make_split(name: str, entries: Entries, options: DataOptions) -> Split:
@@ -124,10 +134,7 @@ def read_rows(
     returns None are left out, and an error stands in place of a row for which it fails.
     """
     if not source.path:
-        rows = DATASETS[name](split)
-        if rows is None:
-            raise MissingSplit(f"dataset {name} has no {split} split")
-        return list(rows)
+        return list(DATASETS[name](split) or ())
     rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows

@@ -253,7 +253,7 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
         if not (report.prompts if plan.online else report.examples):
             raise InputError(
                 f"{place} has nothing to train on, and {report.too_long:,} examples that are too long: raise "
-                f"max_length, or add records"
+                f"max_length, set truncation=auto, or add records"
             )
         if loss.mismatched and report.prompts < 2:
             raise InputError(
@@ -275,10 +275,10 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
             f"{place} has {data.examples_per_epoch} examples, too few for one batch of batch_size={batch_size}: set "
             f"batch_size={data.examples_per_epoch} or add data"
         )
-    if plan.online and plan.n_offline and not data.train.counts.all():
+    if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
         raise InputError(
-            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and some prompts of {place} "
-            f"have none: use data with pairs, or set online.mix_offline=0"
+            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
+            f"{len(data.train):,} prompts of {place} have none: use data with pairs, or set online.mix_offline=0"
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from dpo.data.custom import DataOptions
 from dpo.data.examples import Example, TextExample, encode_examples
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
-from dpo.data.schema import WARNING_SHARE, Prompt
+from dpo.data.schema import WARNING_SHARE, Prompt, naming_place
 from dpo.data.table import PromptTable
 from dpo.data.tokenization import TextEncoder, compile_special_tokens, refuse_eos
 from dpo.errors import WarningLine
@@ -27,11 +27,11 @@ FEWEST_WORDS = 5  # two shorter answers, such as "Yes.", may be equal by chance
 CJK = "\u3040-\u30ff\u3400-\u9fff"  # characters of Chinese or Japanese, which have no space between words
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")  # a symbol, such as + or an emoji, is a word by itself
 WARNINGS = {  # for each count, what it means and how to change it
-    "empty_responses": "a response is empty: remove it, unless you mean it",
+    "empty_responses": "a response is empty: remove the record, unless you mean it",
     "contradictory_examples": "another example of the prompt says the opposite: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
-    "identical_pairs": "both responses are the same, as written or rendered: remove it, or use another template",
+    "identical_pairs": "both responses are the same, as written or rendered: remove the pair, or use another template",
     "pairs_cut_alike": "both responses are the same after cutting: raise max_length",
     "too_long": "the example is too long and left out: raise max_length, or set truncation=auto",
 }
@@ -119,7 +119,8 @@ class SplitCounter:
         """
         report = self.report
         for prompt in prompts:
-            refuse_eos(prompt, self.encode.tokenizer)
+            with naming_place(f"dataset {prompt.dataset}"):
+                refuse_eos(prompt, self.encode.tokenizer)
             report.prompts += 1
             prompt_format = RAW
             if prompt.rendered:

@@ -125,6 +125,16 @@ class MissingSplit(InputError):
     """A source has no split of a name."""
 
 
+def has_split(source: Source, split: str, cache_dir: str | None) -> bool:
+    """Return whether a source has a split of its own; one of the Hub is downloaded for that."""
+    try:
+        if not _find_files(source, split):
+            _load_with_datasets(source, split, cache_dir)
+    except MissingSplit:
+        return False
+    return True
+
+
 def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> Any:
     """Load a split from the Hub, its cache or a clone, under the first of its possible names that the dataset has."""
     go_offline_without_hub()

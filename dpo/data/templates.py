@@ -76,6 +76,17 @@ def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) ->
     return text
 
 
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Yield the texts and keys in nested dicts and lists."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from iterate_texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Copy messages or tools, with `change` applied to each text that is not a key."""
     if isinstance(value, dict):
@@ -219,7 +230,7 @@ class ChatTemplate:
             for key, value in message.items():
                 values.append((f"{key} of a message of role {message['role']!r}", value))
         for name, value in values:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            text = "\n".join(iterate_texts(value))
             check_unicode(text, name)
             if token := compile_special_tokens(self.tokenizer).search(text):
                 raise InputError(
@@ -316,6 +327,8 @@ class ChatTemplate:
         def find_turn(i: int) -> tuple[int, int]:
             """Return where a message of the assistant begins, and where its turn ends, with the first end token."""
             begin = start if i == first else len(self._cut_prompt(apply, chat[:i], [dialogue], notes))
+            if begin == len(dialogue):
+                raise TemplateRejects("it leaves out the last answer")
             turn = dialogue
             if i < len(chat) - 1:  # some templates write EOS after the last turn alone
                 turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)

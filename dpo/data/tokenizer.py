@@ -17,8 +17,8 @@ from dpo.settings.places import check_exists, find_local
 from dpo.system.host import go_offline_without_hub
 from dpo.system.plain_files import check_readable
 
-# a call in a template of the function that writes the time of rendering
-STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# the beginning of a macro that replaces transformers' function, which writes the time of rendering
+DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
 def explaining_load_errors(what: str, name: str):
@@ -104,24 +104,38 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
                 f"chat_template_args has {name}, which the chat template does not read: correct the name, or remove "
                 f"the argument"
             )
-        written = json.dumps(value, ensure_ascii=False)  # Jinja would read an escaped emoji as two halves of UTF-16
-        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {written} %}}{{%- endif %}}"
+        arguments += f"{{%- if {name} is not defined %}}{{%- set {name} = {_as_jinja(value)} %}}{{%- endif %}}"
     if arguments:
-        # Jinja reads JSON, except for null. It drops a newline after a block, so an empty output separates the blocks
-        # from the template.
-        arguments = f"{{%- set null = none %}}{arguments}{{{{- '' }}}}"
-    with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is not a date: {why}")):
-        day = date and datetime.fromisoformat(date)
+        arguments = f"{{%- set null = none %}}{arguments}"  # Jinja reads JSON, except for null
+    date_macro = "" if date is None else _write_date_macro(date)
 
     def bind(text: str) -> str:
-        if day:
-            text = STRFTIME_CALL.sub(lambda call: json.dumps(day.strftime(call[2])), text)
-        return arguments + text
+        bound = arguments
+        if "strftime_now" in text:
+            bound = date_macro + arguments
+        # Jinja drops a newline after a block, so an empty output separates the blocks from the template
+        return f"{bound}{{{{- '' }}}}{text}" if bound else text
 
     if isinstance(template, dict):  # templates by name; one may be for messages with tools
         tokenizer.chat_template = {name: bind(text) for name, text in template.items()}
     elif template:
         tokenizer.chat_template = bind(template)
+
+
+def _as_jinja(value: Any) -> str:
+    """Return a value as JSON, which Jinja reads too; it would read an escaped emoji as two halves of UTF-16."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _write_date_macro(date: str) -> str:
+    """Write a Jinja macro that replaces each directive in its argument, so a template may compute the format."""
+    with explaining(ValueError, lambda why: InputError(f"chat_template_date={date} is not a date: {why}")):
+        day = datetime.fromisoformat(date)
+    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpRSUwWxXyYFDeT" for sign in ("", "-")]
+    # %% becomes a placeholder first, and a percent sign last, so that %%d is not read as a directive
+    texts = {"%%": "\0"} | {directive: day.strftime(directive) for directive in directives} | {"\0": "%"}
+    filters = "".join(f" | replace({_as_jinja(old)}, {_as_jinja(new)})" for old, new in texts.items())
+    return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
 def set_end_and_media_tokens(tokenizer: Any, name: str, cache_dir: str | None) -> None:
@@ -157,7 +171,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     """
     template = str(getattr(tokenizer, "chat_template", None))
     in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
-    if in_python or re.search(r"strftime_now(?! is )", template):
+    if in_python or ("strftime_now" in template and DATE_MACRO not in template):
         return None
     # the ids of the added tokens show settings outside the backend, such as split_special_tokens
     added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())

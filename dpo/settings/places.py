@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,6 +262,8 @@ def _simplify(value: Any) -> Any:
 
     Values of numpy and pandas become Python's; dates and the like become text. Raises TypeError if there is no text.
     """
+    if isinstance(value, Set):
+        return sorted(value, key=repr)
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if hasattr(value, "tolist"):
@@ -286,7 +288,9 @@ def _store(rows: Any, name: str, local_dir: str) -> str:
             rows.to_parquet(buffer)
             content = buffer.getvalue()
     file = Path(local_dir, ROWS_FOLDER, f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}").absolute()
-    if not file.exists() or file.read_bytes() != content:
+    if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, content)
+    elif file.read_bytes() != content:
+        raise InputError(f"dataset_sources.{name}: {file} does not hold the rows that were written: move it away")
     return str(file)

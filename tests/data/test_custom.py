@@ -263,6 +263,13 @@ HI_HELLO = ("<user>Hi;<assistant>", ["Hello;", "Go away;"])
         ),
         # UltraFeedback's, whose prompt may differ from its message in white space
         ({key: "Hi \n" if key == "prompt" else [user("Hi"), *HELLO[key]] for key in HELLO}, {}, HI_HELLO),
+        # a question that the prompt has is asked again, after the beginning of another answer
+        (
+            {"prompt": [user("Go on."), assistant("Yes.")],
+             **{key: [user("Go on."), assistant(key)] for key in ("chosen", "rejected")}},
+            {},
+            ("<user>Go on.;<assistant>Yes.;<user>Go on.;<assistant>", ["chosen;", "rejected;"]),
+        ),
         # the assistant speaks twice at the end
         (
             {"messages": [user("Hi"), assistant("Well."), assistant("Hello")]},

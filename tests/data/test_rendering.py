@@ -227,16 +227,18 @@ def test_speakers_are_known_by_either_key(written, role, keys, chat):
 
 
 @pytest.mark.parametrize("control", [EOS, "<|start|>"])
-@pytest.mark.parametrize("place", ["question", "content", "argument", "thought", "tool", "text"])
+@pytest.mark.parametrize("place", ["question", "content", "argument", "thought", "quoted", "tool", "text"])
 def test_a_control_token_in_a_message_is_a_bad_record_that_names_it(place, control, chat):
     tokenizer = chat(WITH_TOOLS)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", '<|"|>']})
+    control = '<|"|>' if place == "quoted" else control
     said = f"So {control} it is"
     change, where = {
         "question": ({"prompt": [user(said)]}, "content of a message of role 'user'"),
         "content": ({"chosen": [assistant(said)]}, "content of a message of role 'assistant'"),
         "argument": ({"rejected": [call({said: 1})]}, "tool_calls of a message of role 'assistant'"),
         "thought": ({"chosen": [{**SKY[0], "thinking": said}]}, "thinking of a message of role 'assistant'"),
+        "quoted": ({"prompt": [user(said)]}, "content of a message of role 'user'"),
         "tool": ({"tools": json.dumps([{"name": "look", "description": said}])}, "a tool"),
         "text": ({"prompt": said, "chosen": "Blue.", "rejected": "Green."}, "content of a message of role 'user'"),
     }[place]

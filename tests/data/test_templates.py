@@ -249,7 +249,7 @@ def test_an_exported_template_keeps_arguments_which_a_caller_may_change_and_not_
 
 @pytest.mark.parametrize("form", ["%d %b %Y", "%R, %-d. %B", "100%%d", "%%%Y%%"])
 def test_a_template_writes_the_date_as_strftime_does(form, bind):
-    tokenizer = bind(f"{{{{ strftime_now('{form}') }}}}", {}, date=DAY)
+    tokenizer = bind(f"{{% set now = strftime_now %}}{{{{ now('{form}') }}}}", {}, date=DAY)
     assert tokenizer.apply_chat_template(ASK, tokenize=False) == datetime.fromisoformat(DAY).strftime(form)
 
 
