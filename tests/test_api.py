@@ -69,7 +69,7 @@ def test_bad_input_is_an_error_with_all_problems(keys):
         dpo.run({**keys, "loss.betta": 0.1, "lr": -1}, data=ROWS)
     with refused(r"data is 3: pass rows, or one split"):
         dpo.run(keys, data=3)
-    with refused("datasets names rows.csv: rows.csv does not exist"):
+    with refused("rows.csv does not exist"):
         dpo.run(keys, data="rows.csv")
     with refused("there is no data: pass data=ROWS"):
         dpo.run(keys)

@@ -112,7 +112,7 @@ class AdaptedLayer(nn.Module):
     def __init__(self, base_layer: Any):
         super().__init__()
         self.base_layer = base_layer
-        # GPT-2's Conv1D has other names; tensor parallelism reads the second.
+        # Conv1D, which GPT-2 has, calls them nx and nf. Tensor parallelism reads out_features.
         self.in_features = getattr(base_layer, "in_features", None) or base_layer.nx
         self.out_features = getattr(base_layer, "out_features", None) or base_layer.nf
         self.lora_A: Any = nn.ModuleDict()  # modules by the adapter's name, as in the next two

@@ -147,7 +147,8 @@ class _MaskedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         query, key, value, mask = ctx.saved_tensors
         sums = [torch.zeros(tensor.shape) for tensor in (query, key, value)]  # in float32
-        for (queries, keys), (*inputs, block_mask) in _list_blocks(query, key, value, mask):
+        for (queries, keys), block in _list_blocks(query, key, value, mask):
+            *inputs, block_mask = block
             attend = partial(_attend, mask=block_mask, scale=ctx.scale)
             _, gradients = vjp(attend, tuple(inputs), grad[:, :, queries])
             for total, columns, gradient in zip(sums, (queries, keys, keys), gradients, strict=True):

@@ -4,6 +4,7 @@ Weights that do not change stay mapped from their file; merged or converted ones
 """
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -112,8 +113,8 @@ def export(
     set. Raises InputError if the checkpoint cannot be exported or is damaged, or `out` is not empty, and RunError if
     writing fails.
     """
-    out = Path(out).expanduser().resolve()  # a directory could not replace a link
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or use another directory")
     source = find_model(checkpoint, **options)
     if source.adapter is None and (source.archive is None or merge):

@@ -245,13 +245,14 @@ def _find_difference(
     # 0.049 of its value, probably by rounding. A measurement of other responses gave at most 0.0010 for 40 tokens, and
     # 0.0006 for 100 (docs/LOG.md at commit b9dda52f).
     n_short = min(n_longest - 3, 60)
-    # The numbers of tokens in (prompt, chosen, rejected) of two pairs, and the alignment of packed rows.
+    # The numbers of tokens in (prompt, chosen, rejected) of two pairs, the alignment of packed rows, and whether all
+    # logits of the rows might not fit into memory.
     cases = (
         # Prompts are longer than any window, so a response does not attend to all of its prompt in a windowed layer.
-        ([(window + 5, 4, 6), (window + 2, 7, 3)], layout.alignment),
+        ([(window + 5, 4, 6), (window + 2, 7, 3)], layout.alignment, False),
         # A pair and a row are as long as the run's longest, as a model may compute differently in long rows. The
         # row, of one unit of this alignment, has room for the prompt and both responses of the longest pair.
-        ([(5, n_longest - 5, n_longest - 6), (2, n_short + 1, n_short)], max(longest_row, 2 * n_longest)),
+        ([(5, n_longest - 5, n_longest - 6), (2, n_short + 1, n_short)], max(longest_row, 2 * n_longest), True),
     )
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -264,15 +265,13 @@ def _find_difference(
     model.eval()
     try:
         with without_tf32(), without_compilation():
-            for lengths, alignment in cases:
+            for lengths, alignment, in_chunks in cases:
                 pairs = [
                     Example(draw_tokens(prompt), (draw_tokens(chosen), draw_tokens(rejected)))
                     for prompt, chosen, rejected in lengths
                 ]
                 padded = plain.split(pairs, 1)[0].to(device).inputs
                 packed = replace(layout, alignment=alignment).split(pairs, 1)[0].to(device).inputs
-                # All logits of long rows might not fit into memory.
-                in_chunks = alignment > layout.alignment
                 expected = plain.forward(model, padded, in_chunks=in_chunks).logps.sum(-1)  # (sides, B)
                 difference = (layout.forward(model, packed).logps.sum(-1) - expected).abs()
                 scale = expected.abs()

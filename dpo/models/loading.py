@@ -182,15 +182,16 @@ def load_reference(reference: Any, plan: Plan, resume_from: Path | None) -> Any:
 
 
 def _load_on_all_ranks(
-    original: Any, plan: Plan, adapters: dict[str, Path | None], resume_from: Path | None, *, is_reference: bool
+    model_or_loader: Any, plan: Plan, adapters: dict[str, Path | None], resume_from: Path | None, *, is_reference: bool
 ) -> Any:
     """Load a model on rank 0, then its structure on other ranks, add adapters, and set its `frozen_digest`.
 
-    `original` is a function that loads it, or a model. The digest is None unless `is_reference`, and on all
+    `model_or_loader` is a model, or a function that loads it. The digest is None unless `is_reference`, and on all
     ranks but 0. Raises InputError if the checkpoint `resume_from` has another one.
     """
-    if not isinstance(original, torch.nn.Module):
-        original = after_rank_0("a model's weights", original)
+    original = model_or_loader
+    if not isinstance(model_or_loader, torch.nn.Module):
+        original = after_rank_0("a model's weights", model_or_loader)
     model = take_model(original)
     if model is not original and is_rank_0():
         print(f"{type(original).__name__} was removed from the model: the trainer distributes, compile=true compiles")

@@ -101,7 +101,7 @@ class _Tree:
 
     prompt: tuple
     branches: list[tuple]  # (index among the U responses, token ids, cuts)
-    n_fed: int = 0  # tokens in the row, including the prompt's
+    n_fed: int = 0  # tokens in the row, including the prompt's; only `pack` counts them
 
 
 def pack(
@@ -190,9 +190,8 @@ def _write(
     longest = 1  # each response has one reward
     if not for_rewards:
         longest = max(len(response) for example in examples for response in example.responses)
-    columns_of = np.zeros((4, len(rows), length), dtype=np.int64)
-    input_ids, position_ids, tree_of, branch_of = columns_of
-    columns_of[2:] = NONE
+    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
+    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
     scored = []
     targets = []
     slots = []
@@ -225,8 +224,13 @@ def _write(
                 slots += range(index * longest, index * longest + len(scored_indices))
             tree_of[row, begin:end] = tree_index
     return Packed(
-        *torch.from_numpy(columns_of),
-        *torch.tensor([scored, targets, slots], dtype=torch.int64),
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        tree=torch.from_numpy(tree_of),
+        branch=torch.from_numpy(branch_of),
+        scored=torch.tensor(scored, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
         response_index=by_side(indices_of_examples, fill=0),  # a missing response may have any index
         shape=(1 + max(map(max, indices_of_examples)), longest),
         masks={},

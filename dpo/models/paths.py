@@ -83,10 +83,12 @@ def locate_weights(path: str | Path) -> ModelPath:
     is meant. If an adapter names its base, the base becomes `archive` if it is a file, else `name`. Directories are
     absolute, and no links such as LATEST, which will move.
     """
-    path = _resolve(path)
+    given = Path(os.path.expanduser(path))
+    check_exists(given)
+    path = _resolve(given)
     folders = [path, _resolve(path / "LATEST")]
-    if path.name == POLICY_FILE:
-        folders.append(path.parent)  # with an adapter there, `policy.pt` lacks the weights of the base
+    if given.name == POLICY_FILE:
+        folders.append(_resolve(given.parent))  # with an adapter there, `policy.pt` lacks the weights of the base
     for folder in folders:
         if (folder / CONFIG).is_file():
             with explaining_adapter(folder):
@@ -99,16 +101,17 @@ def locate_weights(path: str | Path) -> ModelPath:
 
 def find_archive(archive: str | Path) -> Path:
     """Find the `policy.pt` that a file, directory or run names."""
+    check_exists(Path(os.path.expanduser(archive)))
     path = _resolve(archive)
     for candidate in (path, path / POLICY_FILE, _resolve(path / "LATEST") / POLICY_FILE):
         if candidate.is_file():
             return candidate
-    check_exists(path)
     raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
 
 
 def _resolve(path: str | Path) -> Path:
-    return Path(os.path.expanduser(path)).resolve()  # Path.expanduser would raise for "~name" of an unknown user
+    """Return an absolute path without links. Path's own methods raise for loops of links, and for unknown users."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def resolve_name(name: str) -> str:
@@ -171,7 +174,7 @@ def find_model(
         plan = plan.change("model.random_init", False)
     if source.adapter and run_dir is None and list(source.adapter.glob("tokenizer*")):  # its own tokenizer
         plan = plan.change("model.tokenizer_name_or_path", str(source.adapter))
-    return find_base(_choose_template(plan, template, manifest))._replace(
+    return find_base(_choose_template(plan, template, manifest, path))._replace(
         archive=source.archive,
         adapter=source.adapter,
         run_dir=run_dir,
@@ -179,7 +182,7 @@ def find_model(
     )
 
 
-def _choose_template(plan: Plan, template: str | Path | None, manifest: Mapping) -> Plan:
+def _choose_template(plan: Plan, template: str | Path | None, manifest: Mapping, path: str | Path) -> Plan:
     """Set a plan's chat template to the file `template`, else to the text that the checkpoint's manifest keeps.
 
     Raises InputError if the run kept only the path of its template. That file is not read, as it may have changed, and
@@ -195,8 +198,8 @@ def _choose_template(plan: Plan, template: str | Path | None, manifest: Mapping)
         return plan.change("chat_template", KeptTemplate(json.dumps(manifest["chat_template"])))
     if plan.chat.chat_template is not None:
         raise InputError(
-            f"the run kept the path of its chat template, {plan.chat.chat_template}, and not the text: add --template "
-            f"FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
+            f"{path} is of a run that kept the path of its chat template, {plan.chat.chat_template}, and not the text: "
+            f"add --template FILE with what it was trained on (dpo evaluate: --chat-template FILE)"
         )
     return plan
 
