@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Through these files the child tells this process where it writes, and why it failed.
 RUN_DIR_FILE = "place.txt"
-FAILURE_FILE = "failure.txt"
+FAILURE_FILES = {"bad_input.txt": InputError, "failure.txt": RunError}
 
 
 class Result:
@@ -158,11 +158,12 @@ def _train_in_child(overrides: Sequence[str]) -> Path:
             child.terminate()
             child.wait()
             raise
-        failure = Path(folder, FAILURE_FILE)
-        if failure.exists():
-            raise (InputError if child.returncode == 2 else RunError)(failure.read_text(encoding="utf-8"))
+        for name, kind in FAILURE_FILES.items():
+            failure = Path(folder, name)
+            if failure.exists():
+                raise kind(failure.read_text(encoding="utf-8"))
         if child.returncode or metrics is None:  # a bug, or a stop signal
-            raise RunError("\n".join(output.path.read_text(errors="replace").splitlines()[-20:]))
+            raise RunError("\n".join(output.path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]))
     return metrics.path.parent
 
 
@@ -203,6 +204,6 @@ def _run_child(parent: int, folder: str) -> None:
             write_file(Path(folder, RUN_DIR_FILE), os.path.abspath(plan.run.local_run_dir).encode())
             run_plan(plan)
         except (InputError, RunError) as error:
-            message = redact(str(error)).encode(errors="backslashreplace")
-            write_file(Path(folder, FAILURE_FILE), message)
+            name = "bad_input.txt" if isinstance(error, InputError) else "failure.txt"
+            write_file(Path(folder, name), redact(str(error)).encode(errors="backslashreplace"))
             raise

@@ -82,7 +82,6 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     ),
     "tests/system/test_arithmetic.py::test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in_"
     "segments": "system.arithmetic:set_up_torch system.arithmetic:without_tf32",
-    "tests/test_mission.py::test_g_the_doctor_says_what_to_train_with": "commands.doctor:recommend",
     "tests/test_mission.py::test_g_the_doctor_finds_the_links_between_gpus": "commands.doctor:find_links",
     "tests/analysis/test_runs.py::test_time_and_hours_worked_by_hand": "analysis.page:list_results",
     # Only CUDA can do this, and no number depends on it.
@@ -90,7 +89,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "checkpoint.saver:gather checkpoint.saver:restore parallel.mesh:__init__ system.launching:init_distributed "
         "system.run_directory:write_run_facts trainers:peak_memory_gb training.start:record_setup"
     ),
-    f"{RUNS}::test_features_train_as_on_a_cpu": "models.pretrained:load_model",
+    f"{RUNS}::test_features_train_as_on_a_cpu": "models.pretrained:load_model models.scoring:seeded_generators",
     f"{RUNS}::test_doctor_computes_on_every_gpu": (
         "commands.doctor:check_devices commands.doctor:_sum system.host:has_bfloat16 utils:print_gpu_memory"
     ),

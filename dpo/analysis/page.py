@@ -72,7 +72,7 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
         texts += [f"left out: {problem}" for problem in run.problems]
         warnings += [f"{run.name}: {text}" if several else text for text in texts]
     results = [list_results(run) for run in runs]
-    labels = [*dict.fromkeys(chain(*results))]  # of all runs' results, each once, in order
+    labels = [*dict.fromkeys(chain(*results))]  # each once, in order
     rows = [(label, [value]) for label, value in results[0].items()]
     if several:
         rows = [
@@ -81,7 +81,7 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
         ]
     context = {
         "title": f"{len(runs)} runs compared" if several else runs[0].name,
-        "names": [run.name for run in runs] if several else [],  # of the runs that are compared
+        "names": [run.name for run in runs] if several else [],
         "links": links,
         "labels": labels if several else [],
         "results": rows,

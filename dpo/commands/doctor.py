@@ -112,20 +112,20 @@ def find_links(n_gpus: int) -> Counter[str]:
     return links
 
 
-def recommend(gpus: list[bool], links: Counter[str]) -> list[str]:
+def recommend(have_bfloat16: list[bool], links: Counter[str]) -> list[str]:
     """Return the lines that recommend settings for a machine with these GPUs and links.
 
-    Of each GPU it is given whether it computes in bfloat16.
+    `have_bfloat16` has a value for each GPU: whether it computes in bfloat16.
     """
-    n = len(gpus)
+    n = len(have_bfloat16)
     settings = "trainer=BasicTrainer"
     dtype_key = "model.autocast"
     dtype = "float32"
     if n > 1:
         settings = f"trainer=FSDPTrainer world_size={n} batch_size={8 * n}"
         dtype_key = "model.fsdp_policy_mp"
-    if gpus:
-        dtype = "bfloat16" if all(gpus) else "float16"
+    if have_bfloat16:
+        dtype = "bfloat16" if all(have_bfloat16) else "float16"
         settings += f" {dtype_key}={dtype} model.reference_dtype={dtype}"
     lines = [f"recommended: dpo train {settings} ...", f"  {count(max(n, 1), 'process', 'processes')} in {dtype}"]
     if n > 1 and not all(link.startswith("NV") for link in links):
@@ -144,19 +144,19 @@ def check_devices() -> None:
     import torch
 
     n_gpus = torch.cuda.device_count()
-    gpus = []  # whether each computes in bfloat16
+    have_bfloat16 = []  # by GPU
     for i in range(n_gpus):
         ones = torch.ones(512, 512, device=f"cuda:{i}")
         assert (ones @ ones == 512).all(), f"a matrix product is wrong on GPU {i}"
         with torch.cuda.device(i):
-            gpus.append(has_bfloat16())
+            have_bfloat16.append(has_bfloat16())
         free, total = torch.cuda.mem_get_info(i)
-        dtypes = "bfloat16" if gpus[i] else "no bfloat16"
+        dtypes = "bfloat16" if have_bfloat16[i] else "no bfloat16"
         print(f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {dtypes}")
     links = find_links(n_gpus)
     for link, n in links.items():
         print(f"{count(n, 'pair')} of GPUs linked by {link}")
-    print("\n".join(recommend(gpus, links)), flush=True)
+    print("\n".join(recommend(have_bfloat16, links)), flush=True)
     backend = choose_backend()
     size = n_gpus or 2
     with tempfile.TemporaryDirectory() as folder:

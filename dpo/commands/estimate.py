@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rates", type=Path, metavar="FILE", help="rates of GPUs by name, as JSON")
     parser.add_argument("--run", type=Path, help="a run, whose processes used the GPUs")
     parser.add_argument("--json", action="store_true", help="print all ways as JSON")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for dpo train")
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="as for dpo train")
     options = parser.parse_intermixed_args(arguments)
     settings = options.settings
     rates = read_rates(options.rates) if options.rates else RATES
@@ -111,9 +111,12 @@ def read_rates(path: Path) -> dict:
         assumed = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
         values = {**assumed, **entry}
         numbers = dict(dotted(values))
-        has_all = numbers.keys() == RATES_FORM.keys() and has_form(numbers, RATES_FORM)
-        if not has_all or min(numbers.values()) <= 0:
-            raise InputError(f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}")
+        has_all = values.keys() == {*Rates._fields} and numbers.keys() == RATES_FORM.keys()
+        if not (has_all and has_form(numbers, RATES_FORM) and min(numbers.values()) > 0):
+            raise InputError(
+                f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}, of which tflops is a "
+                f"mapping"
+            )
         rates[name.lower()] = Rates(**values)
     return rates
 

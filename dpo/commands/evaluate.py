@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     option(
         "--template", default="helpful", help="what a server is asked: helpful, paper_dialogue, paper_summary, a file"
     )
-    option("--judge-model", metavar="NAME", help="the server's model")
+    option("--judge-model", metavar="NAME", help="the server's model; a URL needs it")
     option("--parallel", type=parse_count, default=8, help="calls of a server at a time (default: 8)")
     option("--timeout", type=parse_as("collective_timeout_secs"), default=60, help="seconds for a call (default: 60)")
     option("--lm-eval", metavar="TASKS", help="tasks of lm-eval for the exported model, instead or as well")
@@ -72,6 +72,8 @@ def main(arguments: list[str]) -> None:
     if not (options.judge or options.lm_eval):
         parser.error("pass --judge, --lm-eval or both")
     kind, _, source = (options.judge or "").partition(":")
+    if kind in ("http", "https") and not options.judge_model:
+        raise InputError(f"--judge {options.judge} needs --judge-model NAME, the name of the server's model")
     # The options recorded with the verdicts become defaults, so that the same answers are drawn; options of the command
     # line still override them.
     if kind == "verdicts" and source:
@@ -205,8 +207,6 @@ def make_judge(options: Any, folder: Path) -> judges.Judge | None:
         return judges.make_file_judge(source)
     if kind in ("http", "https"):
         template = judges.read_template(options.template)
-        if not options.judge_model:
-            raise InputError(f"--judge {options.judge} needs --judge-model NAME, the name of the server's model")
         replies = folder / "replies.jsonl"
         server = Server(options.judge, options.judge_model, replies, parallel=options.parallel, timeout=options.timeout)
         return judges.make_server_judge(server, template)

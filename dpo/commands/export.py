@@ -148,7 +148,7 @@ def push(folder: Path, name: str, run_id: str | None, *, public: bool, may_overw
             if not may_overwrite and (run_id is None or card.get(RUN_KEY) != run_id):
                 raise InputError(f"{name} exists, and this run did not make it: choose another name, or pass --yes")
             if public:
-                print(f"{name} exists already: --public is for a new repository")
+                print(f"{name} exists, and stays private or public as it is: --public is for a new repository")
         message = f"Trained by dpo {__version__}"
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=[*PUSHED.split()])
     print(f"pushed to {api.endpoint}/{name}")

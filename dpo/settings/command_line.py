@@ -85,7 +85,7 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
             sys.exit()
         plan = check_line(line)
     except InputError as error:
-        exit_with(str(error).splitlines())
+        exit_with([str(error)])
     return [*line.options, *line.overrides, *line.search_path], plan
 
 
@@ -211,7 +211,7 @@ def _is_hydra_key(key: str) -> bool:
 def check_line(line: CommandLine) -> Plan | None:
     """Return the plan that `check_command_line` returns.
 
-    Raises an InputError that has the problems of the run, or of all jobs of a sweep, in a line each.
+    Raises an InputError that lists the problems of the run, or of all jobs of a sweep.
     """
     problems = []
     refused = []
@@ -253,7 +253,7 @@ def check_line(line: CommandLine) -> Plan | None:
                 found = find_problems(plan)
             problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(refused_prefixes)]
     if problems:
-        raise InputError("\n".join(dict.fromkeys(problems)))
+        raise InputError("\n  - ".join(dict.fromkeys(problems)))
     return None if line.is_sweep else plan
 
 

@@ -50,9 +50,10 @@ def _check_processes(p: Plan) -> Iterator[Check]:
             "optimizer trainer",
             f"optimizer={optimizer} cannot update shards: use another one with trainer={run.trainer}",
         )
-    is_too_much = p.evaluation.sample_during_eval or p.online or p.lora or p.loss.scalar_head
+    has_autocast = p.model.autocast not in (None, "auto")
+    generates = p.evaluation.sample_during_eval or p.online
     if p.trainer == keys.PACKAGE and (
-        is_too_much or p.model.autocast not in (None, "auto") or optimizer == "Adafactor"
+        generates or has_autocast or p.lora or p.loss.scalar_head or optimizer == "Adafactor"
     ):
         yield (
             "tensor_parallel.backend sample_during_eval online.name model.autocast lora.name loss.name optimizer",
@@ -342,7 +343,8 @@ def find_value_problem(key: str, value: Any, loss_name: Any = None) -> str | Non
     hint = suggest(str(value), allowed.choices)
     shown = _write_value(value)
     advice = ""
-    if allowed.wanted.startswith("a text") and isinstance(value, (int, float)):  # Hydra reads 2024 as a number
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and not allowed.choices and allowed.accepts(str(value)):  # Hydra reads 2024 as a number
         advice = f": write '{key}=\"{shown}\"'"
     return f"{key}={shown}{hint and f'{hint} It'} must be {allowed.wanted}{advice}"
 

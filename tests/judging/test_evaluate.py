@@ -146,7 +146,10 @@ def test_labelled_responses_are_judged_as_answers_are_and_rewarded_as_in_trainin
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
         (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
-        (["--judge", "http://127.0.0.1:1", "--template", "paper"], "--template paper is neither a file nor"),
+        (
+            ["--judge", "http://127.0.0.1:1", "--judge-model", "m", "--template", "paper"],
+            "--template paper is neither a file nor",
+        ),
         (["--judge", "http://127.0.0.1:1"], "needs --judge-model NAME"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_prompt_is_a_dialogue_a_chat_or_text_as_it_is(chatty, models):
         "\n\nHuman: Good morning.\n\nAssistant: Good morning.\n\nHuman: Is the ladder still here?\n\nAssistant:"
     )
     assert ask("hh", [system("Be kind."), *TALK[:1]]).startswith("Be kind.\n\nHuman: Good")
-    with refused("a message or tool has the control token '<"):
+    with refused("content of a message of role 'user' has the control token '<"):
         ask("chat", [user("Write <|endoftext|>")])
     with refused("has no turn of role 'tool' and no calls: choose the form chat"):
         ask("hh", [*TALK, tool("42")])
