@@ -170,9 +170,7 @@ def read_run(path: Path) -> LoggedRun:
     run.name = redact(str(run.setting("exp_name") or run.path.name)).encode("utf-8", "replace").decode()
     if run.eval.last("updates") >= run.counted("updates") > 0:  # the last evaluation comes after all updates
         run.state = "complete"
-    elif not run.env.get("ended") and is_locked(
-        run.path
-    ):  # the process of a run that has ended may hold the lock still
+    elif "ended" not in run.env and is_locked(run.path):  # the process of a run that has ended may hold the lock still
         run.state = "still training"
     elif run.last_nonfinite > run.updates:  # the update was not logged, so the run ended there
         run.state = "aborted"

@@ -38,7 +38,6 @@ from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
 from dpo.system.run_directory import (
     FILES,
-    add_run_facts,
     check_holds_no_run,
     lock_run_dir,
     read_run_facts,
@@ -100,7 +99,6 @@ def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[OpenRun]:
     before = set(os.listdir(run_dir)) if run_dir.is_dir() else set()
     source = _find_resume_source(plan, logs)
     with lock_run_dir(run_dir):
-        add_run_facts(run_dir, ended=None)
         try:
             yield OpenRun(run_dir, _restore_run_dir(plan, source, logs) if source else None)
         except InputError:

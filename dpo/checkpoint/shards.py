@@ -88,7 +88,8 @@ class SplitTensor(Tensor):
         tensor.parts = []
         for begin, part in parts:
             place = tuple(slice(start, start + n) for start, n in zip(begin, part.shape, strict=True))
-            if part.dtype != dtype or min(begin, default=0) < 0 or whole[place].shape != part.shape:
+            fits = len(begin) == len(shape) and min(begin, default=0) >= 0 and part.dtype == dtype
+            if not fits or whole[place].shape != part.shape:
                 raise ValueError("they have a part of another tensor")
             tensor.parts.append((place, part))
         if sum(part.numel() for _, part in parts) != shape.numel():

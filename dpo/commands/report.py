@@ -60,12 +60,19 @@ def serve(paths: list[Path], port: int) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self) -> None:
+            def stop_reading() -> None:
+                with suppress(OSError):  # the connection is closed already
+                    self.connection.shutdown(socket.SHUT_RD)
+
             # A client that sends one byte at a time would keep this thread forever.
-            deadline = threading.Timer(LONGEST_REQUEST_SECS, self.connection.shutdown, (socket.SHUT_RD,))
+            deadline = threading.Timer(LONGEST_REQUEST_SECS, stop_reading)
+            deadline.daemon = True
             deadline.start()
-            with suppress(OSError):  # the browser closed the connection
-                super().handle()
-            deadline.cancel()
+            try:
+                with suppress(OSError):  # the browser closed the connection
+                    super().handle()
+            finally:
+                deadline.cancel()
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile

@@ -449,12 +449,11 @@ def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes
         own = _list_comparable(response)
         # the ends of what may be repeated: all that is asked, anywhere, or else its last messages, at the start
         ends = [end for end in range(len(own) + 1) if own[max(0, end - n) : end] == asked[max(0, n - end) :]]
+        if begun:  # what follows must go on with the beginning of the answer; at 0 nothing is repeated
+            ends = [0, *(end for end in ends if 0 < end < len(own) and response[end]["content"].startswith(begun))]
         end = min((end for end in ends if end >= n), default=ends[-1])
         start = max(0, end - n)
         if start and own[0][0] == "assistant":  # it begins with an answer, so a later question is its own
-            start = end = 0
-        # If the prompt ends in the beginning of an answer, the response must go on with it, or repeats nothing.
-        if begun and end and not (response[end:] and response[end]["content"].startswith(begun)):
             start = end = 0
         rest = response[end:]
         if begun and rest and rest[0]["content"].startswith(begun):

@@ -154,10 +154,15 @@ def check_columns(plan: Plan) -> None:
         if name in BUILT_IN or not source.path or source.local is None:
             continue
         options = {"name": name, "origin": source.label, "trains_on": DataOptions.of(plan).trains_on}
-        try:
-            recognize(read_rows(name, source, "train", limit=N_INSPECTED), source.columns, **options)
-        except InputError:  # a later record may have the missing columns
-            recognize(read_rows(name, source, "train"), source.columns, **options)
+        for limit in (N_INSPECTED, None):  # a later record may have the missing columns
+            rows = read_rows(name, source, "train", limit=limit)
+            try:
+                if rows:  # a plugin's reader may leave out all of them
+                    recognize(rows, source.columns, **options)
+                    break
+            except InputError:
+                if limit is None:
+                    raise
 
 
 def identify_dataset(name: str, cache_dir: str | None, sources: Mapping) -> Any:

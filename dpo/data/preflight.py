@@ -251,10 +251,10 @@ def check_fits(plan: Plan, data: TrainingData) -> None:
     for split, report in data.reports.items():
         place = f"the {split} split of {datasets}"
         if not (report.prompts if plan.online else report.examples):
-            raise InputError(
-                f"{place} has nothing to train on, and {report.too_long:,} examples that are too long: raise "
-                f"max_length, set truncation=auto, or add records"
-            )
+            why = "lists of equal scores give none: add other records"
+            if report.too_long:
+                why = f"{report.too_long:,} are too long: raise max_length, or set truncation=auto"
+            raise InputError(f"{place} has nothing to train on: {why}")
         if loss.mismatched and report.prompts < 2:
             raise InputError(
                 f"{place} has 1 prompt, and loss={loss.name} combines each prompt with a response to another: set "

@@ -370,7 +370,7 @@ def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
 
 
 def join_path(name: str, path: Iterable) -> str:
-    """Return the name of the state `name` and the keys of a `path` in it, of nested mappings, joined by dots."""
+    """Join the name of a state and the keys, or the [indices] in lists, of a `path` in it by dots."""
     return ".".join([name, *(str(getattr(entry, "key", entry)) for entry in path)])
 
 

@@ -27,9 +27,11 @@ class ReportWriter(Callback):
             )
         except OSError as error:  # the process could not start
             why = one_sentence(error)
-        except subprocess.SubprocessError as error:
-            output = (error.stderr or b"").decode(errors="replace").strip()
-            why = output.rpartition("\n")[2].removeprefix("error: ") or "it took too long"
+        except subprocess.TimeoutExpired:
+            why = "it took too long"
+        except subprocess.CalledProcessError as error:
+            last_line = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            why = last_line.removeprefix("error: ") or one_sentence(error)
         else:
             self.log(f"report: {self.run_dir / REPORT}")
             return

@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -73,6 +73,14 @@ class CommandLine(NamedTuple):
         return sorted(choices)
 
 
+class BadCommandLine(InputError):
+    """An error with several `problems`."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = [*problems]
+        super().__init__("\n".join(self.problems))
+
+
 def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
     """Return arguments for Hydra, and the plan. Exits after --help and --version, and with status 2 for bad input.
 
@@ -84,6 +92,8 @@ def check_command_line(arguments: list[str]) -> tuple[list[str], Plan | None]:
             print(f"dpo {__version__}" if VERSION in line.options else help_text())
             sys.exit()
         plan = check_line(line)
+    except BadCommandLine as error:
+        exit_with(error.problems)
     except InputError as error:
         exit_with([str(error)])
     return [*line.options, *line.overrides, *line.search_path], plan
@@ -211,7 +221,7 @@ def _is_hydra_key(key: str) -> bool:
 def check_line(line: CommandLine) -> Plan | None:
     """Return the plan that `check_command_line` returns.
 
-    Raises an InputError that lists the problems of the run, or of all jobs of a sweep.
+    Raises BadCommandLine with the problems of the run, or of all jobs of a sweep.
     """
     problems = []
     refused = []
@@ -253,7 +263,7 @@ def check_line(line: CommandLine) -> Plan | None:
                 found = find_problems(plan)
             problems += [problem.sentence for problem in found if not f"{problem.key}.".startswith(refused_prefixes)]
     if problems:
-        raise InputError("\n  - ".join(dict.fromkeys(problems)))
+        raise BadCommandLine(dict.fromkeys(problems))
     return None if line.is_sweep else plan
 
 

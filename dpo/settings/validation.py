@@ -129,7 +129,8 @@ def _check_loss(p: Plan) -> Iterator[Check]:
             "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0",
         )
     if computed - {"sft"} == {"mix"}:
-        yield "loss.name", "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
+        weights = " ".join(key for key in p.values if key.startswith("loss.weights."))
+        yield f"loss.name {weights}", "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
     if options.get("reference_free") and divergence != "reverse_kl":
         yield (
             "loss.reference_free loss.f_divergence",

@@ -220,8 +220,11 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
     if plan.dims.tensor_size > 1:
         bytes_per_logit = max(bytes_per_logit, itemsize * (2 + 2 / plan.dims.tensor_size))
     if microbatch.inputs.padding_mask is not None:  # not in chunks: the gradients of all logits, and of scored ones
-        n_values = microbatch.n_tokens * vocabulary + n_logits
-        return copy + max(n_values * itemsize, int(n_logits * bytes_per_logit))
+        n_all = microbatch.n_tokens * vocabulary
+        peak = max((n_all + n_logits) * itemsize, n_logits * bytes_per_logit)
+        if plan.dims.tensor_size > 1:
+            peak = max(peak, n_all * bytes_per_logit)
+        return copy + int(peak)
     return copy + int(n_logits // n_chunks * bytes_per_logit)
 
 

@@ -270,6 +270,14 @@ HI_HELLO = ("<user>Hi;<assistant>", ["Hello;", "Go away;"])
             {},
             ("<user>Go on.;<assistant>Yes.;<user>Go on.;<assistant>", ["chosen;", "rejected;"]),
         ),
+        # the question is asked twice, and only after the second does the answer go on as it begins
+        (
+            {"prompt": [user("Hi"), assistant("pre")],
+             **{key: [user("Hi"), assistant("No."), user("Hi"), assistant(f"pre {key}")]
+                for key in ("chosen", "rejected")}},
+            {},
+            ("<user>Hi;<assistant>No.;<user>Hi;<assistant>pre", [" chosen;", " rejected;"]),
+        ),
         # the assistant speaks twice at the end
         (
             {"messages": [user("Hi"), assistant("Well."), assistant("Hello")]},

@@ -75,7 +75,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"loss": "kto"}, "dataset hh has pairs, and this loss trains on single responses with labels: set unpair=t"),
         (
             {"truncation": "drop", "max_length": 8, "max_prompt_length": 4},
-            "nothing to train on, and 3 examples that are too long",
+            "nothing to train on: 3 are too long",
         ),
         ({"loss": "kto", "unpair": True}, "the test split of hh has 1 prompt, and loss=kto combines each prompt with"),
     ],

@@ -23,5 +23,5 @@ def find_refusals(command: str) -> list[str]:
     try:
         check_line(parse(shlex.split(command)))
     except InputError as error:
-        return str(error).split("\n  - ")
+        return getattr(error, "problems", [str(error)])
     return []
