@@ -430,48 +430,60 @@ def _note_repeated_prompt(text: str, notes: Notes) -> None:
 
 
 def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes) -> tuple[Messages, list[Messages]]:
-    """Remove what responses repeat of the prompt; return the whole prompt, and the rest of each response.
+    """Remove messages of the prompt that responses repeat; return the whole prompt, and the rest of each response.
 
-    A response may repeat the prompt's turns after its system turn, or begin with the last of them. Messages that a
-    response has before these, such as a system turn, become the beginning of the prompt. Messages that all responses
-    share before the first one of the assistant become its end.
+    Messages that a response has before the repeated ones, such as a system turn, become the beginning of the prompt.
+    Messages that all responses share before the first one of the assistant become its end.
     """
-    n_system = 0
-    while n_system < len(prompt) - 1 and prompt[n_system]["role"] in SYSTEM_ROLES:
-        n_system += 1
-    before = prompt[:n_system]
-    turns = prompt[n_system:]
-    begun = turns[-1]["content"] if is_prefilled(turns) else ""  # the beginning of an answer
-    asked = _list_comparable(turns[:-1] if begun else turns)
-    n = len(asked)
+    before = []
+    turns = list(prompt)
     remaining = []
+    while len(turns) > 1 and turns[0]["role"] in SYSTEM_ROLES:
+        before.append(turns.pop(0))
+    prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
     for response in responses:
-        own = _list_comparable(response)
-        # the ends of what may be repeated: all that is asked, anywhere, or else its last messages, at the start
-        ends = [end for end in range(len(own) + 1) if own[max(0, end - n) : end] == asked[max(0, n - end) :]]
-        if begun:  # what follows must go on with the beginning of the answer; at 0 nothing is repeated
-            ends = [0, *(end for end in ends if 0 < end < len(own) and response[end]["content"].startswith(begun))]
-        end = min((end for end in ends if end >= n), default=ends[-1])
-        start = max(0, end - n)
-        if start and own[0][0] == "assistant":  # it begins with an answer, so a later question is its own
-            start = end = 0
-        rest = response[end:]
-        if begun and rest and rest[0]["content"].startswith(begun):
-            if end:
-                first = {**rest[0], "content": rest[0]["content"].removeprefix(begun)}
-                rest = [first, *rest[1:]] if first["content"] else rest[1:]
-            else:
-                _note_repeated_prompt(rest[0]["content"], notes)
-        remaining.append(rest)
-        before = before or response[:start]
-        if start and own[:start] != _list_comparable(before):
+        earlier, rest = _split_around(turns, response)
+        if prefill and rest is response and response[0]["content"].startswith(prefill):
+            _note_repeated_prompt(response[0]["content"], notes)
+        before = before or earlier
+        if earlier and _list_comparable(earlier) != _list_comparable(before):
             raise InputError(
-                f"before the prompt's messages a response has {shorten(response[:start])}: write it into the prompt"
+                f"before the prompt's messages a response has {shorten(earlier)}: write it into the prompt"
             )
+        remaining.append(rest)
     if remaining != responses:
         notes["messages of the prompt that responses repeat are taken off"] = Note("", warned_from=math.inf)
     shared, *remaining = _split_shared_messages(remaining, until="assistant")
     return [*before, *turns, *shared], remaining
+
+
+def _split_around(turns: Messages, response: Messages) -> tuple[Messages, Messages]:
+    """Find the prompt's turns, or the last of them, in a response; return the messages before and after them.
+
+    Returns `([], response)` if they are not found. If the prompt ends in the beginning of an answer, the message after
+    the turns must begin with it, and loses it.
+    """
+    prefill = turns[-1]["content"] if is_prefilled(turns) else ""
+    sought = _list_comparable(turns)
+    present = _list_comparable(response)
+    if prefill:
+        sought.pop()
+    n = len(sought)
+    # all n turns anywhere in the response, or else as many of the last ones as possible, at its start
+    for end in (*range(n, len(present) + 1), *range(n - 1, 0, -1)):
+        start = max(0, end - n)
+        # a response that begins with an answer does not repeat the prompt, whatever follows; if start == end, n is 0
+        if start == end or present[start:end] != sought[start - end :] or (start and present[0][0] == "assistant"):
+            continue
+        rest = response[end:]
+        if not prefill:
+            return response[:start], rest
+        if rest and rest[0]["content"].startswith(prefill):
+            rest[0] = {**rest[0], "content": rest[0]["content"].removeprefix(prefill)}
+            if not rest[0]["content"]:
+                rest.pop(0)
+            return response[:start], rest
+    return [], response
 
 
 def _list_comparable(messages: Messages) -> list[tuple[str, str, list]]:
