@@ -79,11 +79,15 @@ class OpenRun(NamedTuple):
         if point := self.resume_point:
             # The run's id, and the time at which the checkpoint was complete.
             former = (point.manifest["run"], (point.path / MANIFEST).stat().st_mtime)
+        data_size = plan.dims.data_size
+        if plan.run.resume == "auto":  # an earlier attempt may have ended before its first checkpoint
+            data_size = read_run_facts(self.directory).get("data_size") or data_size
         write_run_facts(
             self.directory,
             plan.nested_values(),
             processes=plan.dims.world_size,
             microbatch_size=plan.data.microbatch_size,
+            data_size=data_size,
             former=former,
         )
 

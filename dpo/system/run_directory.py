@@ -49,6 +49,7 @@ FACT_TYPES = {
     "run": str,
     "seconds_before": (float, NoneType),
     "microbatch_size": (int, NoneType),
+    "data_size": (int, NoneType),  # the number of processes that saw different examples when the run began
     "sampled_at": (int, NoneType),  # number of examples after which the last samples were drawn
 }
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter

@@ -27,6 +27,8 @@ from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import GPU
+from dpo.system.run_directory import read_run_facts
+from dpo.system.waiting import from_rank_0
 from dpo.training.batches import Batches
 from dpo.training.evaluation import Evaluator
 from dpo.training.memory import decide_frozen_weights
@@ -56,7 +58,9 @@ class TrainerParts(RunState):
         self.policy = policy
         self.objective = make_objective(plan, policy, reference, data, mesh)
         self.optimizer = make_optimizer(plan.training, policy)
-        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.updates, data_size=mesh.data_size)
+        facts = from_rank_0(read_run_facts(Path(plan.run.local_run_dir)))
+        data_size = facts.get("data_size") or mesh.data_size  # of the first attempt, so that its learning rate stays
+        self.scheduler = Schedule(plan.training, self.optimizer, updates=data.updates, data_size=data_size)
         batch_size = (plan.online and plan.online.batch_size) or plan.data.eval_batch_size
         # A process answers this many prompts at a time: on fewer processes no more than when the run began.
         rows = max(1, batch_size // (mesh.data_size * plan.n_eval_microbatches))

@@ -145,6 +145,17 @@ def test_with_fewer_processes_a_backward_pass_has_no_more_examples_than_when_the
     assert said in train(32, in_four, "microbatch_size=1")
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_keeps_the_rate_of_its_processes(run, run_dir):
+    run("run", "n_examples=4")
+    change_json(run_dir / "env.json", data_size=4)
+    for _ in range(2):  # also at a third attempt
+        for path in run_dir.iterdir():
+            if path.name != "env.json":
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        run("run", "n_examples=4", "lr=1e-4", "lr_scaling=linear", "warmup_steps=0", "resume=auto")
+        assert [metrics["lr"] for metrics in read_metrics(run_dir, "train")] == [4e-4]
+
+
 def test_a_path_continues_elsewhere_and_takes_the_logs_along(run, copied, finished, tmp_path):
     whole = finished()
     before = (whole / "metrics.jsonl").read_bytes()
