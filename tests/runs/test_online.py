@@ -182,7 +182,7 @@ def test_prompts_without_responses_are_enough(run, printed, run_dir, tmp_path):
     assert (run_dir / "BEST").resolve().name == f"step-{best['examples']}"
     found = read_run(run_dir)
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
-    with refused(r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts"):
+    with refused(r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 prompts"):
         run("mixed", *settings, "online.mix_offline=0.25")
 
 
