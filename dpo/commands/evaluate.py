@@ -108,7 +108,7 @@ def judge_answers(options: Any) -> None:
     if judge is None:  # people judge later
         write_form(folder / "judge.html", pairs, {name: getattr(options, name) for name in SAMPLING_OPTIONS})
         print(f"judge {count(len(pairs), 'pair')} in a browser: {folder / 'judge.html'}")
-        print("then repeat this command with --judge verdicts:SAVED_FILE, and without --lm-eval")
+        print("then repeat this command with --judge verdicts:SAVED_FILE (without --lm-eval, if it has that)")
         return
     verdicts = judge(pairs)
     scores = []

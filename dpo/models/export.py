@@ -61,8 +61,17 @@ SETTINGS |= {"exp_name", "n_epochs", "n_examples"}
 IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
 # These files have the settings by which images and video are read.
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
-    vocab.json merges.txt tokenizer.model spiece.model"""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
 # A user's own texts are in the block of code at the end of a card, where they cannot be markup.
 CARD = """\
 # A model trained with {method}
@@ -105,13 +114,14 @@ def export(
     *,
     dtype: str | None = None,
     merge: bool = False,
+    verify: bool = True,
     **options: Any,
 ) -> Path:
     """Write a directory for transformers, or nothing if that fails; print its size, and return its path.
 
     `find_model` gets `checkpoint` as its path, and `options`. An adapter is exported as an adapter, unless `merge` is
-    set. Raises InputError if the checkpoint cannot be exported or is damaged, or `out` is not empty, and RunError if
-    writing fails.
+    set. `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported
+    or `out` is not empty, and RunError if writing fails.
     """
     out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -126,7 +136,7 @@ def export(
     if merge:
         files.add(source.archive)
     for file in files - {None}:
-        if (file.parent / MANIFEST).exists():  # the reference code writes none
+        if verify and (file.parent / MANIFEST).exists():  # the reference code writes none
             shards = (path.name for path in list_shards(file))
             check_complete(file.parent, only={file.name, CONFIG, WEIGHTS, *shards})
     problem = f"{out} could not be written, and nothing was left there"
@@ -156,8 +166,9 @@ def export_last(plan: Plan, rank: int) -> None:
     latest = Path(plan.run.local_run_dir) / "LATEST"
     if rank == 0 and latest.exists() and not (latest / EXPORTED).exists():
         try:
-            # `trust_remote_code` is decided by this run's command line, not by the checkpoint.
-            export(latest, latest / EXPORTED, trust_remote_code=plan.model.trust_remote_code)
+            # This process wrote the checkpoint. Code is trusted by this run's command line, not by the checkpoint.
+            is_trusted = plan.model.trust_remote_code
+            export(latest, latest / EXPORTED, verify=False, trust_remote_code=is_trusted)
         except Exception as error:  # any failure is only a warning
             warning = (
                 f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
@@ -344,7 +355,7 @@ def _write_tokenizer(folder: Path, source: ModelPath, model: Any) -> Any:
             tokenizer.pad_token_id = pad
     elif (tokenizer.pad_token_id or 0) >= n_embeddings:
         tokenizer.pad_token_id = tokenizer.eos_token_id
-    _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES.split(), *tokenizer.vocab_files_names.values()})
+    _copy_files(folder, source._replace(name=name), {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
     config_file = folder / "tokenizer_config.json"
     published = read_json(config_file) if config_file.exists() else {}
     config = dict(published)
