@@ -20,7 +20,7 @@ from support.pytests import succeeded
 from support.runs import ROOT, run_python
 
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
-    "product": 156_400,
+    "product": 156_500,
     "experiments and benchmarks": 18_700,
     "tests": 186_700,
 }

@@ -117,27 +117,37 @@ class TextEncoder:
         A conversation is a prompt and all its responses, each in pieces. Its parts are tokenized apart if a token would
         span two of them, or if the prompt's tokens depend on the response that follows.
         """
-        # for each prompt, its text with each response, or alone if it has none
-        texts = [[(prompt, *pieces) for pieces in responses] or [(prompt,)] for prompt, responses in conversations]
+        texts: list[list[Parts]] = []  # for each prompt, its text with each response, or alone if it has none
+        for prompt, responses in conversations:
+            texts.append([(prompt, *pieces) for pieces in responses] or [(prompt,)])
         whole = self._encode(chain.from_iterable(texts))
-        encoded = []
+        are_apart = []  # for each conversation
+        crossing = []  # the texts of those conversations
         for conversation in texts:
             ids = [whole[parts] for parts in conversation]
             crosses = None in ids or any(ids_of_parts[0] != ids[0][0] for ids_of_parts in ids)
+            are_apart.append(crosses)
             if crosses:
-                ids = []
-                for prompt, *pieces in conversation:
-                    ids.append([self([prompt])[prompt], *(self._encode_after_text(piece) for piece in pieces)])
-            encoded.append(Tokens(ids[0][0], [ids_of_parts[1:] for ids_of_parts in ids if ids_of_parts[1:]], crosses))
+                crossing += conversation
+        prompt_ids = self(parts[0] for parts in crossing)
+        piece_ids = self._encode_after_text(list(chain.from_iterable(parts[1:] for parts in crossing)))
+        apart = {parts: [prompt_ids[parts[0]], *(piece_ids[piece] for piece in parts[1:])] for parts in crossing}
+        encoded = []
+        for conversation, crosses in zip(texts, are_apart, strict=True):
+            ids = [(apart if crosses else whole)[parts] for parts in conversation]
+            responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
+            encoded.append(Tokens(ids[0][0], responses, crosses))
         return encoded
 
-    def _encode_after_text(self, text: str) -> list[int]:
-        """Tokenize a text by itself, as if another text were before it."""
+    def _encode_after_text(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Tokenize each text by itself, as if another text were before it; return token ids by text."""
+        encoded = {}
         for marker in MARKERS:
-            [ids] = self._encode([(marker, text)]).values()
-            if ids is not None:
-                return ids[1]
-        return self([text])[text]  # it shares a token with every marker
+            marked = self._encode((marker, text) for text in texts if text not in encoded)
+            # ids is None if a token has characters of the marker and of the text
+            encoded |= {text: ids[1] for (_, text), ids in marked.items() if ids is not None}
+        # the remaining texts share a token with every marker
+        return encoded | self(text for text in texts if text not in encoded)
 
     def _encode(self, texts: Iterable[Parts]) -> dict[Parts, Ids | None]:
         """Tokenize each distinct text; return the token ids of its parts, or None if a token spans two parts."""
