@@ -23,8 +23,7 @@ CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # characters is searched again from its middle.
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
 URL_SECRETS = re.compile(
-    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+",
-    re.IGNORECASE,
+    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE
 )
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")

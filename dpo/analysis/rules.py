@@ -13,12 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.analysis.runs import LoggedRun, number
-from dpo.analysis.verdict import (
-    find_changes_per_token,
-    n_effective,
-    n_evaluated,
-    share_interval,
-)
+from dpo.analysis.verdict import find_changes_per_token, n_effective, n_evaluated, share_interval
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dpo.checkpoint.shards import SHARDS, read_parts, write_parts
+from dpo.checkpoint.shards import SHARDS, list_shards, read_parts, write_parts
 from dpo.errors import InputError, RunError, explaining
 from dpo.parallel.sharding import Parts
 from dpo.system.plain_files import check_readable, list_wrong_types, move_aside, read_json, remove, replacing
@@ -270,7 +270,8 @@ def read_file(path: Path) -> Mapping:
 
     Tensors are mapped from the file, or from shards: copy those that you keep, as the files may be deleted.
     """
-    check_readable(path)
+    for file in (path, *list_shards(path)):
+        check_readable(file)
     problem = f"{path} is damaged, or has code besides data; nothing was loaded"
     # Damaged or forged bytes can raise anything; torch's message would advise to run the code in them.
     with explaining(Exception, lambda _: DamagedCheckpoint(problem)):

@@ -36,13 +36,7 @@ from dpo.settings.keys import KEYS, PACKAGE, PRECISION, ResumeRule, dotted, upda
 from dpo.settings.plan import Plan
 from dpo.system.host import has_bfloat16
 from dpo.system.plain_files import move_aside, replacing
-from dpo.system.run_directory import (
-    FILES,
-    check_holds_no_run,
-    lock_run_dir,
-    read_run_facts,
-    write_run_facts,
-)
+from dpo.system.run_directory import FILES, check_holds_no_run, lock_run_dir, read_run_facts, write_run_facts
 
 VERSION_KEY = "transformers_version"  # key of a model's config
 # These keys of a model's config do not affect a run: they name the model's origin, or our own config decides them;

@@ -117,13 +117,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
 
 
 def iterate_examples(
-    counts: Sequence[int],
-    *,
-    batch_size: int,
-    shuffle: bool,
-    n_epochs: int | None,
-    n_examples: int | None,
-    seed: int,
+    counts: Sequence[int], *, batch_size: int, shuffle: bool, n_epochs: int | None, n_examples: int | None, seed: int
 ) -> Iterator[list[ExampleId]]:
     """Yield each batch's example ids in the reference code's order; `counts` has the number of examples per prompt.
 

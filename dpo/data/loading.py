@@ -20,11 +20,7 @@ CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the r
 
 
 def get_dataset(
-    name: str,
-    split: str,
-    silent: bool = False,
-    cache_dir: str | None = None,
-    dataset_sources: Mapping | None = None,
+    name: str, split: str, silent: bool = False, cache_dir: str | None = None, dataset_sources: Mapping | None = None
 ) -> Entries:
     """Load a split of a built-in dataset as `{prompt: {responses, pairs, sft_target}}`.
 

@@ -9,11 +9,7 @@ from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
 CHAT, HH, RAW = "chat", "hh", "raw"
-PROMPT_FORMS = {
-    CHAT: "the tokenizer's chat template",
-    HH: r"\n\nHuman: ...\n\nAssistant:",
-    RAW: "plain text, as it is",
-}
+PROMPT_FORMS = {CHAT: "the tokenizer's chat template", HH: r"\n\nHuman: ...\n\nAssistant:", RAW: "plain text, as it is"}
 # what precedes a message of each role in a dialogue in HH's format
 SPEAKER_OF = {"user": HUMAN, "assistant": ASSISTANT, "system": "", "developer": ""}
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")

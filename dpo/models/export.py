@@ -170,11 +170,13 @@ def export_last(plan: Plan, rank: int) -> None:
             is_trusted = plan.model.trust_remote_code
             export(latest, latest / EXPORTED, verify=False, trust_remote_code=is_trusted)
         except Exception as error:  # any failure is only a warning
-            warning = (
-                f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
-                f"dpo export {plan.run.local_run_dir} DIR exports it"
+            print(
+                WarningLine(
+                    f"the run is complete, but its export failed: {type(error).__name__}: {one_sentence(error)}; "
+                    f"dpo export {plan.run.local_run_dir} DIR exports it"
+                ),
+                file=sys.stderr,
             )
-            print(WarningLine(warning), file=sys.stderr)
     meet_rank_0("the export")  # the export may take longer than a barrier waits
     barrier_before_exit()
 

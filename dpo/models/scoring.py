@@ -20,13 +20,7 @@ from dpo.data.tokenization import TextEncoder, remove_special_tokens
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
-from dpo.models.pretrained import (
-    disable_dropout,
-    list_limits,
-    load_onto,
-    model_digest,
-    refuse_missing_weights,
-)
+from dpo.models.pretrained import disable_dropout, list_limits, load_onto, model_digest, refuse_missing_weights
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
 from dpo.system.users_code import hash_code, load_module, run_users_code

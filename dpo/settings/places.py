@@ -26,17 +26,7 @@ BUILT_IN = {
     "se": "HuggingFaceH4/stack-exchange-preferences",
     "demo": "",
 }
-SUFFIXES = (
-    ".jsonl",
-    ".jsonl.gz",
-    ".json",
-    ".json.gz",
-    ".csv",
-    ".csv.gz",
-    ".tsv",
-    ".tsv.gz",
-    ".parquet",
-)
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
@@ -63,17 +53,7 @@ SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
-FIELDS = (
-    "prompt",
-    "chosen",
-    "rejected",
-    "responses",
-    "scores",
-    "completion",
-    "messages",
-    "label",
-    *OPTIONAL_FIELDS,
-)
+FIELDS = ("prompt", "chosen", "rejected", "responses", "scores", "completion", "messages", "label", *OPTIONAL_FIELDS)
 
 
 class Problem(NamedTuple):

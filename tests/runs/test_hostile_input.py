@@ -196,10 +196,12 @@ def make(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
 def test_what_is_no_file_is_not_read(kind, tmp_path):
-    make(kind, tmp_path / "odd")
-    for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
-        with refused("odd is not a regular file"):
-            read(tmp_path / "odd")
+    odd, whole = tmp_path / "shard-a-1.safetensors", tmp_path / "a.pt"
+    make(kind, odd)
+    torch.save({"state": 0}, whole)
+    for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state, lambda _: read_state(whole)):
+        with refused("1.safetensors is not a regular file"):
+            read(odd)
 
 
 @pytest.mark.parametrize("kind", ["directory", "symbolic link", "FIFO", "loop"])
