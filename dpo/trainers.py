@@ -89,10 +89,7 @@ class Trainer(TrainerParts):
             # the same masks.
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
         metrics = objective.accumulate(
-            batch,
-            objective.prepare(batch),
-            reduce_once=self.plan.fsdp.fsdp_reduce_once,
-            show=self.progress.show_part,
+            batch, objective.prepare(batch), reduce_once=self.plan.fsdp.fsdp_reduce_once, show=self.progress.show_part
         )
         grad_norm = self.clip_gradient()
         reduced = objective.reduce(  # only here does the host wait for the device

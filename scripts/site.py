@@ -19,36 +19,17 @@ from dpo.settings.plan import make_plan
 from dpo.settings.validation import find_problems
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-}
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 NEEDED = {  # overrides that a loss cannot do without
     "mix": "loss.weights.dpo=1",
     "exo": "loss.label_smoothing=0.1",
     **{name: "unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"},
 }
 ROWS = {  # a row of each kind of data
-    "pairs": {
-        "prompt": "p",
-        "chosen": "c",
-        "rejected": "r",
-    },
-    "chats": {
-        "chosen": [{"role": "user", "content": "p"}],
-        "rejected": [{"role": "user", "content": "p"}],
-    },
-    "ranked lists": {
-        "prompt": "p",
-        "responses": ["a", "b"],
-        "scores": [2, 1],
-    },
-    "labelled answers": {
-        "prompt": "p",
-        "completion": "c",
-        "label": True,
-    },
+    "pairs": {"prompt": "p", "chosen": "c", "rejected": "r"},
+    "chats": {"chosen": [{"role": "user", "content": "p"}], "rejected": [{"role": "user", "content": "p"}]},
+    "ranked lists": {"prompt": "p", "responses": ["a", "b"], "scores": [2, 1]},
+    "labelled answers": {"prompt": "p", "completion": "c", "label": True},
     "completions": {"prompt": "p", "completion": "c"},
 }
 AXES = {  # the choices of each kind, by what is typed for them

@@ -118,10 +118,7 @@ def python_process_options(*arguments: str, **environment: str) -> dict:
     whose files may not be trusted. `environment` has further variables.
     """
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    return {
-        "args": [sys.executable, "-P", *arguments],
-        "env": {**os.environ, "PYTHONPATH": paths, **environment},
-    }
+    return {"args": [sys.executable, "-P", *arguments], "env": {**os.environ, "PYTHONPATH": paths, **environment}}
 
 
 @contextmanager

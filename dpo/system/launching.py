@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
@@ -118,8 +119,7 @@ def find_rank_env() -> RankEnv | None:
     else:
         return None
     return rank_env._replace(
-        address=environ.get("MASTER_ADDR") or rank_env.address,
-        port=int(environ.get("MASTER_PORT") or rank_env.port),
+        address=environ.get("MASTER_ADDR") or rank_env.address, port=int(environ.get("MASTER_PORT") or rank_env.port)
     )
 
 
@@ -223,8 +223,9 @@ def _run_in_group(
             give_up=lambda why: end_process(f"rank {rank} ends: {why}\n", LOST_CONTACT),
         ):
             with handling_signals(signal.SIG_DFL):
-                backend = choose_backend()
-                init_distributed(rank, world_size, backend=backend, timeout=timeout, store=store, local_rank=local_rank)
+                init_distributed(
+                    rank, world_size, backend=choose_backend(), timeout=timeout, store=store, local_rank=local_rank
+                )
             try:
                 worker(rank, world_size, *args)
             except Stopped as stopped:  # all ranks stop, but only rank 0 says so
@@ -246,10 +247,11 @@ def _run_in_group(
             message += f"{advice}\n"
     if dist.is_initialized():
         store = waiting.default_store()
-        with suppress(dist.DistError):  # rank 0, which serves the store, may have ended
+        with suppress(dist.DistError, TimeoutError):  # rank 0, which serves the store, may have ended, or be suspended
             store.set(waiting.FAILURE_KEY, "")  # so that ranks that wait for this one give up
             if status == LOST_CONTACT:
-                message += _name_silent_ranks(store, rank, world_size)
+                silent_ranks = ThreadPoolExecutor().submit(_name_silent_ranks, store, rank, world_size)
+                message += silent_ranks.result(2 * GRACE_SECS)
     return status, message
 
 

@@ -22,13 +22,7 @@ WORKER = {}  # in a worker process: the function that it applies to items, by th
 
 
 def map_chunks(
-    function: Callable,
-    items: Iterable,
-    n_items: int,
-    description: str,
-    per_worker: int | None,
-    *,
-    silent: bool = False,
+    function: Callable, items: Iterable, n_items: int, description: str, per_worker: int | None, *, silent: bool = False
 ) -> Iterator:
     """Yield `function(chunk)` for lists of up to ITEMS_PER_CHUNK items, in order, with a progress bar on a terminal.
 

@@ -43,7 +43,7 @@ def from_rank_0(value: Any) -> Any:
     if not has_other_ranks():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box)
     return box[0]
 
 

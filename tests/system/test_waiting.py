@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,18 @@ def test_a_rank_0_that_hangs_while_it_works_alone_ends_the_run_after_a_stated_ti
     assert "timed out after 2.5 s of waiting for rank 0 at a place" in str(raised.value)
 
 
-def stop_on_rank_0(rank: int, world_size: int) -> None:
-    after_rank_0("a place", lambda: os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 else None)
+def stop_on_rank_0(rank: int, world_size: int, wait: Callable) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait("a place")
 
 
 @pytest.mark.slow
-def test_a_rank_0_that_is_stopped_ends_the_run_though_its_store_never_answers():
+@pytest.mark.parametrize("wait", [waiting.meet_rank_0, waiting.from_rank_0])
+def test_a_rank_0_that_is_stopped_ends_the_run_though_its_store_never_answers(wait):
     options = {"timeout_secs": TIMEOUT, "constants": {"PATIENCE": PATIENCE | {LOST_CONTACT: 5}}}
     with pytest.raises(RunError, match=r"rank 0 did not answer within collective_timeout_secs=5"):
-        launch(stop_on_rank_0, 2, process_group=True, **options)
+        launch(stop_on_rank_0, 2, wait, process_group=True, **options)
 
 
 def fail_alone(rank: int, world_size: int) -> None:
