@@ -88,9 +88,8 @@ class Trainer(TrainerParts):
             # The seed depends on the data rank, not the rank: processes that have slices of the same layer must draw
             # the same masks.
             seed_dropout(self.plan.run.seed, self.batch_counter, self.mesh.data_rank)
-        metrics = objective.accumulate(
-            batch, objective.prepare(batch), reduce_once=self.plan.fsdp.fsdp_reduce_once, show=self.progress.show_part
-        )
+        context = objective.prepare(batch)
+        metrics = objective.accumulate(batch, context, reduce_once=self.plan.fsdp.fsdp_reduce_once)
         grad_norm = self.clip_gradient()
         reduced = objective.reduce(  # only here does the host wait for the device
             metrics,

@@ -411,11 +411,10 @@ def wrap_for_processes(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.DataParallel, wrap_for_processes, slow(torch.compile)])
-def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llama, tmp_path, capsys):
+def test_o_a_wrapped_model_that_a_caller_hands_over_is_unwrapped(wrap, tiny_llama, tmp_path):
     config = trainers.compose(tmp_path, "run", "n_examples=4", "do_first_eval=false")
     wrapped, reference = wrap(tiny_llama), wrap(copy.deepcopy(tiny_llama))
     assert BasicTrainer(wrapped, config, 0, config.local_run_dir, reference).policy is tiny_llama
-    assert f"{type(wrapped).__name__} was removed from the model" in capsys.readouterr().out
     train.worker_main(0, 1, {**config, "local_run_dir": str(tmp_path / "worker")}, wrapped, reference)
     assert (tmp_path / "worker" / "LATEST").exists()
 

@@ -270,8 +270,6 @@ def keep_template(plan: Plan, resume_point: ResumePoint | None) -> str | None:
     named = plan.chat.chat_template
     if not resume_point or named != resume_point.manifest["config"].get("chat_template"):
         return named
-    if named:
-        print(f"the chat template is the text that {named} had when the run began")
     return KeptTemplate(json.dumps(resume_point.manifest["chat_template"]))
 
 

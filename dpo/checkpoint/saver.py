@@ -32,7 +32,7 @@ from dpo.parallel.sharding import Parts, count_own_bytes, full_state, load_optim
 from dpo.system.host import host_memory
 from dpo.system.launching import count_machines
 from dpo.system.run_directory import read_run_facts
-from dpo.system.waiting import announce, from_rank_0, meet_rank_0, name_call, wait_for
+from dpo.system.waiting import announce, from_rank_0, gather_all, meet_rank_0, name_call, wait_for
 
 COMPLETION_SECS = 60  # how long a process that fails waits for a save that needs other processes, which may fail too
 COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
@@ -102,7 +102,7 @@ class RandomPart(Part):
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all(),
         }
-        return {"states": self.source.gather_all(state)}
+        return {"states": gather_all(state)}
 
     def restore(self, state: Any) -> None:
         """Restore this process's generators, unless the number of processes has changed."""

@@ -22,7 +22,7 @@ from dpo.models.logprobs import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.paths import CONFIG, explaining_adapter
 from dpo.models.published import Tensors, rename_layers
 from dpo.models.quantization import Linear4bit, is_linear, list_linear
-from dpo.parallel.sharding import full_state, local_tensor, release_gathered
+from dpo.parallel.sharding import full_state, release_gathered
 from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
@@ -307,17 +307,6 @@ def merge_adapter(model: Any, directory: Path, dtype: torch.dtype | None) -> Ten
         sum_dtype = base_dtype if dtype in (None, base_dtype) else torch.float32
         layer.weight.data = (layer.weight + added).to(sum_dtype)
     return base_weights(model)
-
-
-def weights_in_use(model: Any) -> list[Tensor]:
-    """List the base's weights, and the active adapter's unless its B is 0 in all layers."""
-    # The buffers of a 4-bit base are left out, as they never change.
-    weights = [parameter for key, parameter in model.named_parameters() if ".lora_" not in key]
-    if layers := _adapted_layers(model):  # all have the same adapter in use
-        adapter = adapter_weights(model, layers[0].in_use)
-        if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
-            weights += adapter.values()
-    return weights
 
 
 def _adapted_layers(model: Any) -> list[AdaptedLayer]:

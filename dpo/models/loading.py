@@ -189,12 +189,10 @@ def _load_on_all_ranks(
     `model_or_loader` is a model, or a function that loads it. The digest is None unless `is_reference`, and on all
     ranks but 0. Raises InputError if the checkpoint `resume_from` has another one.
     """
-    original = model_or_loader
-    if not isinstance(model_or_loader, torch.nn.Module):
-        original = after_rank_0("a model's weights", model_or_loader)
-    model = take_model(original)
-    if model is not original and is_rank_0():
-        print(f"{type(original).__name__} was removed from the model: the trainer distributes, compile=true compiles")
+    model = model_or_loader
+    if not isinstance(model, torch.nn.Module):
+        model = after_rank_0("a model's weights", model_or_loader)
+    model = take_model(model)
     # Only the tensors of a file tell whether a head is tied, and rank 0 alone reads them.
     untie(model, from_rank_0(list_ties(model)))
 

@@ -315,16 +315,13 @@ def list_limits(model: Any) -> list[tuple[float, str]]:
     return limits
 
 
-def describe_model(model: Any, *, attention: str, max_length: int) -> list[str]:
+def describe_model(model: Any, *, max_length: int) -> list[str]:
     """List lines for the log with what may surprise a model's user."""
     name = type(model).__name__
-    used_attention = model.config._attn_implementation
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
     if hasattr(model, "names_in_class"):
         notes.append("only the text part of the checkpoint is trained; exports hold its other parts as well")
-    if used_attention != attention:
-        notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
         notes.append(WarningLine(f"max_length={max_length:,} is more than the {limit:,} tokens {name} was made for"))
     n_trainable, n_total = count_parameters(model).values()

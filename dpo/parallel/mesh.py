@@ -37,7 +37,7 @@ class Mesh:
     """The ranks as `replicate` x `shard` x `tensor`; neighbours differ in `tensor`, which communicates most.
 
     Layers are cut along `tensor`; parameters and optimizer states are sharded along `shard` (FSDP). Ranks that differ
-    only in `tensor` see the same examples. `add`, `any` and `gather_all` are collectives, which every process must
+    only in `tensor` see the same examples. `add` and `any` are collectives, which every process must
     call; without other processes, they send nothing.
     """
 
@@ -74,14 +74,6 @@ class Mesh:
         if self.world_size == 1:
             return here
         return bool(self.add(torch.tensor(int(here), device=self.device)).item())
-
-    def gather_all(self, value: Any) -> list:
-        """Return the values of all processes in the order of ranks; they are sent pickled."""
-        if self.world_size == 1:
-            return [value]
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
 
 # --- collectives counted ---------------------------------------------------------------------------------------------

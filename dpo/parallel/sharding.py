@@ -296,26 +296,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def weights_are_equal(weights: Iterable[Tensor], other_weights: Iterable[Tensor], mesh: Mesh) -> bool:
-    """Return whether two models have equal weights, in the same order, compared in the dtype of `other_weights`.
-
-    Every process must call it, and all get the same answer.
-    """
-    weights = list(weights)
-    other_weights = list(other_weights)
-    if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
-        return False
-
-    def differ(weight: Tensor, other: Tensor) -> bool:
-        """Return whether two weights differ in the part that this process has of `other`."""
-        other_part = local_tensor(other)
-        return not torch.equal(gather_part_like(weight, other).to(other_part), other_part)
-
-    # The inner `any` stops at the first difference. Processes that gather a weight together compare the same part of
-    # it, so they stop together, and none of them waits for another.
-    return not mesh.any(any(map(differ, weights, other_weights)))
-
-
 def gather_part_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return the part of `tensor` that corresponds to this process's part of `other`, a tensor of the same shape.
 

@@ -56,10 +56,10 @@ class Progress(Callback):
                     self._show(n_done)
                 yield item
 
-    def show_part(self, done: int, total: int, what: str) -> None:
-        """Show beside the innermost bar how many parts of its current item are done, as `WHAT DONE/TOTAL`."""
-        if self._bars and total > 1:
-            self._show(self._bars[-1].n, f"{what} {done}/{total}")
+    def show_token(self, done: int, total: int) -> None:
+        """Show beside the innermost bar how many tokens of an answer are drawn."""
+        if self._bars:
+            self._show(self._bars[-1].n, f"token {done}/{total}")
 
     def on_update(self, update: Update) -> None:
         metrics = update.metrics

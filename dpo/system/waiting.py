@@ -123,6 +123,15 @@ def name_call(call_site: str) -> str:
         return f"{call_site}, call {store.add(f'calls of {dist.get_rank()} at {call_site}', 1)}"
 
 
+def gather_all(value: Any) -> list:
+    """Return the values of all processes in the order of ranks; they are sent pickled."""
+    if not has_other_ranks():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def once_per_machine(make: Callable[[], str]) -> str:
     """Call `make()` in one process of each machine, and return its result in all of them, once all machines are done.
 
@@ -130,8 +139,7 @@ def once_per_machine(make: Callable[[], str]) -> str:
     """
     if not has_other_ranks():
         return make()
-    machines = [""] * dist.get_world_size()  # by rank
-    dist.all_gather_object(machines, identify_machine())
+    machines = gather_all(identify_machine())  # by rank
     call = name_call("the work of one process per machine")
     firsts = [machines.index(machine) for machine in machines]  # by rank: the first rank of its machine
     rank = dist.get_rank()
@@ -174,10 +182,8 @@ def check_alike(facts: Mapping[str, str]) -> None:
         return
     host_0, facts_0 = from_rank_0((socket.gethostname(), facts))
     different = sorted({name for name, _ in facts_0.items() ^ facts.items()})
-    gathered: list = [None] * dist.get_world_size()  # by rank
     # Only a few names are shown, as those of all weights of a model would be long.
-    dist.all_gather_object(gathered, (socket.gethostname(), different[:3]))
-    for rank, (host, names) in enumerate(gathered):
+    for rank, (host, names) in enumerate(gather_all((socket.gethostname(), different[:3]))):
         if names:
             raise InputError(
                 f"rank {rank} on {host} and rank 0 on {host_0} differ in {', '.join(names)}: use the same files, "

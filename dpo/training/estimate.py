@@ -176,7 +176,7 @@ def simulate(
     with counter, flop_counter, explaining:
         context = objective.prepare(batch)  # outside of `fake`, as it reads values: the weights of the examples
         with fake:
-            metrics = objective.accumulate(batch, context, reduce_once=plan.fsdp.fsdp_reduce_once, show=lambda *_: None)
+            metrics = objective.accumulate(batch, context, reduce_once=plan.fsdp.fsdp_reduce_once)
             norm = clip_gradient(policy.parameters(), plan.training.max_grad_norm)
             step_optimizer(optimizer)
         # There are two scalars, as in `train_step`.

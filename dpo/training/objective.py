@@ -21,7 +21,6 @@ from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, RunError, WarningLine, explaining_library, one_sentence
 from dpo.losses import BETWEEN, RESPONSE_ROLES, Loss, Losses, Scores
-from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Microbatch, Padded, choose_layout
 from dpo.models.pretrained import DTYPES
 from dpo.numbers import count
@@ -31,7 +30,6 @@ from dpo.parallel.sharding import (
     gather_part_like,
     local_tensor,
     release_gathered,
-    weights_are_equal,
 )
 from dpo.settings.plan import Plan
 from dpo.system.host import is_gpu
@@ -127,13 +125,11 @@ class ReferenceLogps:
         return torch.from_numpy(values) if len(rows) and not np.isnan(values).any() else None
 
     def state_dict(self) -> dict:
-        return {"logps": torch.from_numpy(self.table.copy()), "identity": self.identity}
+        return {"logps": torch.from_numpy(self.table.copy())}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the table of a checkpoint; one of other data or length limits is ignored."""
-        logps = state["logps"].numpy()
-        if state["identity"] == self.identity and logps.shape == self.table.shape:
-            self.table = logps.astype(np.float64)
+        """Restore the table of a checkpoint, which was made with the same data and length limits (`check_inputs`)."""
+        self.table = state["logps"].numpy().astype(np.float64)
 
     def save(self, path: Path) -> None:
         """Write the table to an .npz file, which is complete or not there; `read_logps` reads it."""
@@ -351,12 +347,10 @@ class Objective:
         statistic[has_weight] = values
         return self._to_device(statistic.float())
 
-    def accumulate(
-        self, batch: Batch, context: BatchContext, *, reduce_once: bool, show: Callable[[int, int, str], None]
-    ) -> MicrobatchMetrics:
+    def accumulate(self, batch: Batch, context: BatchContext, *, reduce_once: bool) -> MicrobatchMetrics:
         """Add up the gradients of all microbatches, and return their metrics, which stay on the device.
 
-        `reduce_once` is the key fsdp_reduce_once, and `show(number, total, unit)` is called after each microbatch.
+        `reduce_once` is the key fsdp_reduce_once.
         """
         metrics = []
         n_microbatches = len(batch.microbatches)
@@ -367,7 +361,6 @@ class Objective:
             self.weigh(losses, microbatch, context).backward()
             metrics.append((microbatch.indices, columns))
             del microbatch, losses  # inputs and graph are freed before the next microbatch is run
-            show(i, n_microbatches, "microbatch")
         return metrics
 
     def losses(self, microbatch: Microbatch, context: BatchContext, *, split: str) -> tuple[Tensor, NamedTensors]:
@@ -501,8 +494,10 @@ class Objective:
             release_gathered(self.reference.model)
 
     @torch.no_grad()
-    def score_all(self, batches: Iterable[Batch]) -> NamedTensors:
+    def score_all(self, batches: Iterable[Batch], *, with_policy: bool = True) -> NamedTensors:
         """Return the columns of `score` for all examples of the batches, by name: one tensor each, (examples,).
+
+        Without the policy, only the reference runs.
 
         They are gathered from all processes, which must all call this, and are in float64 on the host, in the order of
         the examples. As a side effect, the reference's log-probabilities are stored in the batches' `cache_rows` of its
@@ -515,7 +510,8 @@ class Objective:
             cached = self._find_cached(batch)
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
-                columns = {name: values.double() for name, values in self.score(microbatch, cached).items()}
+                columns = self.score(microbatch, cached) if with_policy else self.reference_forward(microbatch)
+                columns = {name: values.double() for name, values in columns.items()}
                 microbatch_columns.append((microbatch.indices + n_examples, columns))  # indices over all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
@@ -542,11 +538,7 @@ class Objective:
             for part in (batch, batch.mismatched):
                 if part is None or logps.find(part.cache_rows) is not None:
                     continue
-                columns = []
-                for microbatch in part.microbatches:
-                    microbatch = microbatch.to(self.device)
-                    columns.append((microbatch.indices, self.reference_forward(microbatch)))
-                self.reduce(columns, len(part.examples), part.cache_rows)
+                self.score_all([part], with_policy=False)
                 if logps.find(part.cache_rows) is None:
                     raise RunError(
                         "log-probabilities of the reference are not finite: set model.reference_dtype=float32"
@@ -585,8 +577,10 @@ class Objective:
         return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 
 
-def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh) -> Objective:
-    """Make an objective, with a layout that both models support, and find out whether the models are equal."""
+def make_objective(
+    plan: Plan, policy: Any, reference: Reference | None, data: TrainingData, mesh: Mesh, *, models_are_equal: bool
+) -> Objective:
+    """Make an objective, with a layout that both models support."""
     # A scaled loss keeps small gradients of activations from becoming 0 in float16. The gradients of float16 weights
     # are in float16 themselves, so scaling them back would lose what is small in any case.
     trains_float16 = plan.lora is None and plan.model.policy_dtype == "float16"
@@ -599,6 +593,7 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
         plan.loss,
         autocast=DTYPES.get(plan.model.autocast),
         follow_every=plan.follow_every,
+        models_are_equal=models_are_equal,
         loss_scale=LossScale(is_adapted=scales_loss),
     )
     max_length = plan.data.max_length
@@ -616,9 +611,4 @@ def make_objective(plan: Plan, policy: Any, reference: Reference | None, data: T
             on_any_process=mesh.any,
         )
     release_gathered(policy)  # choosing the layout may have run the policy, which leaves FSDP's root gathered
-    if reference:
-        # The policy's weights are listed before `in_use()`, which switches adapters if both models are one module.
-        policy_weights = weights_in_use(policy)
-        with reference.in_use():
-            objective.models_are_equal = weights_are_equal(policy_weights, weights_in_use(reference.model), mesh)
     return objective

@@ -28,7 +28,7 @@ from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.system.signals import Stopped
-from dpo.system.waiting import all_arrive, meet_rank_0
+from dpo.system.waiting import all_arrive, gather_all, meet_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
 
@@ -70,13 +70,13 @@ class StopRequest:
             self.raise_if_any()
 
 
-def gather_results(mesh: Mesh, result: Any, failure: str | None, error_class: type[Exception]) -> list:
+def gather_results(result: Any, failure: str | None, error_class: type[Exception]) -> list:
     """Return the results of all processes, by rank; if any has a `failure`, a message, all raise `error_class` with it.
 
     Every process must call it.
     """
     results = []
-    for rank_result, rank_failure in mesh.gather_all((result, failure)):
+    for rank_result, rank_failure in gather_all((result, failure)):
         if rank_failure:
             raise error_class(rank_failure)
         results.append(rank_result)
@@ -106,7 +106,7 @@ class Sampler:
             """Stop if that was asked for, and show progress; each forward pass makes one token of every answer."""
             index = next(token_indices)
             self.stop.raise_before_token(index)
-            self.progress.show_part(index, sampling.max_new_tokens, "token")
+            self.progress.show_token(index, sampling.max_new_tokens)
 
         # A forward pass may gather shards from all processes, so all must run equally many.
         synced = self.objective.mesh.world_size > 1
@@ -161,7 +161,7 @@ class Sampler:
                 f"this process alone could not draw samples: {failure}; resume=auto continues, and "
                 f"sample_during_eval=false draws none"
             )
-        for rank_answers in gather_results(mesh, drawn, failure, SamplingFailed):
+        for rank_answers in gather_results(drawn, failure, SamplingFailed):
             drawn |= rank_answers
         return [drawn[i] for i in range(len(examples))]
 
@@ -341,7 +341,7 @@ class OnlineBatches(Batches):
                 failure = str(error)
         if not self.scorer.in_parallel:
             meet_rank_0("the scores of a user's function")  # which may take longer than a collective waits
-        by_rank = gather_results(self.mesh, scores, failure, ScorerFailed)
+        by_rank = gather_results(scores, failure, ScorerFailed)
         scored = []
         for answer, score in zip(answers, itertools.chain(*by_rank), strict=True):
             if not answer.ended:

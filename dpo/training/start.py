@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +19,18 @@ import transformers
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.models.adapters import list_dropouts, trained_parameters
-from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import notes_on_base
 from dpo.models.pretrained import DTYPES, describe_model
 from dpo.numbers import count
 from dpo.plugins import find_digests
 from dpo.settings.keys import KEYS, PACKAGE_DIR, ResumeRule
 from dpo.settings.plan import Plan
-from dpo.system.arithmetic import set_up_torch, without_compilation, without_tf32
+from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import list_own_gpus
 from dpo.system.run_directory import add_run_facts
 from dpo.system.users_code import hash_files
+from dpo.system.waiting import gather_all
 from dpo.training.evaluation import Evaluator
 from dpo.training.objective import REFERENCE_PREFIX, Objective, make_scores
 from dpo.training.optimization import count_states
@@ -80,7 +80,7 @@ def record_setup(plan: Plan, objective: Objective) -> str:
     if objective.device.type == "cuda":
         own_device["kind"] = torch.cuda.get_device_name(objective.device)
         own_device["gpus"] = list_own_gpus(multi_process=plan.trainer.multi_process)
-    devices = objective.mesh.gather_all(own_device)
+    devices = gather_all(own_device)
     n_devices = Counter()
     for device in devices:
         n_devices[f"{device['kind']} of {device['host']}"] += len(device["gpus"]) or 1
@@ -127,9 +127,7 @@ def list_notes(evaluator: Evaluator, *, is_first: bool) -> list[str]:
             f"batch_size={plan.data.batch_size} is split over {n_passes} backward passes of all processes, with "
             f"{plan.data.batch_size / n_passes:,.1f} examples on average (microbatch_size={plan.data.microbatch_size})"
         )
-    notes += describe_model(objective.policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
-    if plan.evaluation.sample_during_eval:
-        notes.append(f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)")
+    notes += describe_model(objective.policy, max_length=plan.data.max_length)
     notes += notes_on_base(plan)
     if objective.mesh.rank == 0 and not plan.run.debug:  # rank 0's machine has the run's directory
         notes.append(_check_disk(evaluator))
@@ -178,7 +176,7 @@ def list_first_tasks(plan: Plan) -> str:
 
 @torch.no_grad()
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> str:
-    """Check that the policy is causal, and the same in train and eval mode, with finite log-probabilities.
+    """Check that the policy is the same in train and eval mode, with finite log-probabilities.
 
     Rewards must be 0, as policy and reference are equal before the first update. A few of the `examples` are scored.
     Returns a message for the user, or raises InputError with the likely cause. Every process must call it.
@@ -186,8 +184,6 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     mesh = objective.mesh
     loss = objective.loss
     policy = objective.policy
-    if not loss.scalar_head:  # a reward model may attend to later tokens
-        _check_causality(objective)
     tested = list(islice(cycle(examples), 2 * mesh.data_size))  # every process needs an example
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
@@ -233,31 +229,6 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
             "the same weights: load both from model.archive, or set self_test=false"
         )
     return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
-
-
-def _check_causality(objective: Objective) -> None:
-    """Raise InputError if log-probabilities depend on later tokens.
-
-    Two responses to a prompt of one token begin with the same tokens, whose log-probabilities must be the same although
-    the responses end differently. Both are in the batch twice, which shows how much equal rows differ by rounding.
-    """
-    policy: Any = objective.policy.eval()
-    vocab_size = policy.config.get_text_config().vocab_size
-    tokens = tuple(i % vocab_size for i in range(10))
-    common = tokens[2:6]
-    end = tokens[6:]
-    padded = Padded()
-    [microbatch] = padded.split([Example(tokens[1:2], (common + end, common + end[::-1]))] * 2, 1)
-    with without_compilation(), without_tf32(), objective.autocasting():
-        output = padded.forward(policy, microbatch.to(objective.device).inputs)
-    logps = output.logps[..., : len(common)]  # (2 responses, 2 equal examples, common tokens)
-    noise = (logps[:, 0] - logps[:, 1]).abs().max().item()  # between equal rows at two places of the batch
-    noise = max(noise, torch.finfo(torch.float32).eps * max(1.0, logps.abs().max().item()))
-    if (logps[0] - logps[1]).abs().max().item() > MAX_EPSILONS * noise:
-        raise InputError(
-            f"self-test: log-probabilities of {type(policy).__name__} depend on later tokens: use a causal model "
-            f"(a BERT needs is_decoder=true in its config.json)"
-        )
 
 
 def _find_largest(columns: Mapping[str, torch.Tensor]) -> float:

@@ -39,12 +39,12 @@ from dpo.parallel.sharding import (
     find_blocks,
     full_state,
     full_tensor,
+    gather_part_like,
     local_parameters,
     local_tensor,
     optimizer_state,
     release_gathered,
     step_optimizer,
-    weights_are_equal,
 )
 from dpo.settings.keys import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
@@ -237,13 +237,12 @@ def hold_the_reference_whole(rank: int, world_size: int, dims: ParallelDims, fam
         with torch.no_grad():
             assert torch.equal(plain_logps(whole, examples), plain_logps(sharded, examples)), family
         release_gathered(sharded)
-        assert weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
         with torch.no_grad():
             for parameter in policy.parameters():
                 getattr(parameter, "_local_tensor", parameter).mul_(2)
-        assert not weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
         Reference(whole, None, ReferenceLogps(0, 1)).follow(policy)
-        assert weights_are_equal(policy.parameters(), whole.parameters(), mesh), family
+        for weight, other in zip(policy.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(gather_part_like(weight, other).bfloat16(), local_tensor(other)), family
 
 
 @SLOW

@@ -81,7 +81,7 @@ def test_in_a_log_file_a_long_task_says_every_ten_seconds_how_far_it_is(clock, p
     progress = make_progress(interval=1.0)
     for _ in progress.track([1, 2], total=2, what="sample"):
         for token in range(60):
-            progress.show_part(token, 60, "token")
+            progress.show_token(token, 60)
             clock.now += 0.5
     for _ in progress.track([1, 2], total=2, what="evaluate"):
         clock.now += 1.0
@@ -109,7 +109,7 @@ def test_on_a_terminal_of_80_columns_the_bar_says_the_same(clock, monkeypatch):
     for update in progress.track_updates([1, 2], total=64, done=0):
         for _ in progress.track([1, 2], total=2, what="sample"):
             clock.now += 1.0
-            progress.show_part(128, 256, "token")
+            progress.show_token(128, 256)
         log(progress, update)
     progress.line("saved")
     progress.close()

@@ -1,11 +1,9 @@
 """The self-test lets sound runs through and stops the others with the likely cause."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-import transformers
 from support.pytests import refused
 
 from dpo.data.examples import Example
@@ -54,19 +52,6 @@ def test_a_reference_with_other_weights_is_found(loss, policy, tiny_llama):
     policy.lm_head.weight.data *= 1.1
     with refused("so policy and reference do not hold the same weights"):
         check(policy, tiny_llama, loss)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_model_that_looks_at_later_tokens_is_refused(dtype, autocast, policy):
-    sizes = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
-    config = transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=16, initializer_range=0.3)
-    check_sft = partial(check, loss={"name": "sft"}, autocast=autocast)
-    check_sft(policy.to(dtype))
-    with refused("BertLMHeadModel depend on later tokens"):
-        check_sft(transformers.BertLMHeadModel(config).to(dtype))
-    config.is_decoder, config.hidden_dropout_prob, config.attention_probs_dropout_prob = True, 0.0, 0.0
-    check_sft(transformers.BertLMHeadModel(config).to(dtype))
 
 
 def test_a_margin_that_overflows_is_refused_with_what_to_change(policy, tiny_llama):
