@@ -113,8 +113,9 @@ Notes = dict[str, Note]  # by the sentence that says what was noticed
 def add_notes(notes: Notes, new_notes: Notes) -> None:
     """Add `new_notes` to `notes`. For a note in both, the numbers of records add up, and the first example stays."""
     for what, note in new_notes.items():
-        n_earlier = notes[what].n_records if what in notes else 0
-        notes[what] = notes.get(what, note)._replace(n_records=n_earlier + note.n_records)
+        if what in notes:
+            note = notes[what]._replace(n_records=notes[what].n_records + note.n_records)
+        notes[what] = note
 
 
 def describe_notes(notes: Notes, origin: str, n_records: int) -> Iterator[str]:
@@ -179,10 +180,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         end = match_any(list_end_strings(tokenizer)).pattern
-        # the first of the end tokens with which a turn ends, and an end token that only begins the next turn
-        self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
-        self._next_end = re.compile(rf"\s*(?:{end})")
-        self._rendered: dict[str, str] = {}  # by the chat and tools that `_render_marked` got
+        # The first of the end tokens with which a turn ends. What follows them has none: some templates end every chat
+        # with a generation prompt.
+        self._closing_end = re.compile(rf"(?s:(?:{end})(?=(?:{end}|\s)*(?:(?!{end}).)*\Z))")
+        self._next_end = re.compile(rf"\s*(?:{end})")  # an end token that only begins the next turn
+        self._rendered = {}  # texts, by the chat and tools that `_render_marked` got
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
         """Return a prompt with its messages and responses rendered to texts, and with the cuts of the responses.
@@ -195,7 +197,7 @@ class ChatTemplate:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
-                f"chat messages need a chat template, and the tokenizer has none: {FIX}, or use text instead"
+                f"chat messages need a chat template, which the tokenizer lacks: {FIX}, or use text instead"
             )
         self._refuse_control_tokens(prompt)
         messages = prompt.messages or []
@@ -227,8 +229,7 @@ class ChatTemplate:
         """Raise InputError for a control token in messages or tools, and for a text that is not valid Unicode."""
         values = [("a tool", prompt.tools)]
         for message in chain(prompt.messages or (), *prompt.responses):
-            for key, value in message.items():
-                values.append((f"{key} of a message of role {message['role']!r}", value))
+            values += [(f"{key} of a message of role {message['role']!r}", value) for key, value in message.items()]
         for name, value in values:
             text = "\n".join(iterate_texts(value))
             check_unicode(text, name)
@@ -332,9 +333,11 @@ class ChatTemplate:
             turn = dialogue
             if i < len(chat) - 1:  # some templates write EOS after the last turn alone
                 turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)
-            if not dialogue.startswith(turn):
-                raise TemplateRejects("it changes earlier turns")
-            token = self._closing_end.search(turn, begin) or self._next_end.match(dialogue, len(turn))
+            if not dialogue.startswith(turn):  # an earlier turn is rendered differently
+                raise TemplateRejects
+            following = self._next_end.match(dialogue, len(turn))
+            turn += following[0] if following else ""
+            token = self._closing_end.search(turn, begin)
             return begin, token.end() if token else len(turn)
 
         last = len(chat) - 1

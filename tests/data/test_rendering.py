@@ -296,6 +296,7 @@ NEXT_ROLE, LAST_EOS = (
             "Hm.<end><assistant>a<end>",
         ),
         (NEXT_ROLE, ["<user>"], AGAIN, f"Hm?<user>|Blue.{EOS}"),
+        (PLAIN + "<assistant>", [], SKY, f"Blue.{EOS}"),  # the next turn's head, whether it is asked for or not
         # a call ends otherwise than an answer
         (
             make(BEGIN + "{{ m.content }}{% if m.tool_calls %}look<call>{% else %}<end>{% endif %}"),
