@@ -143,8 +143,10 @@ def mark_texts(messages: Messages) -> tuple[Messages, MarkedTexts]:
         words = text.strip()
         if not words:
             return text
-        # Several keys of a message may have the same thoughts, of which a template reads one.
-        return texts.setdefault((index, text), (kind, text.replace(words, f"[~{len(texts)}~]")))[1]
+        before, after = text.split(words)
+        # The white space is repeated, so that a newline that a template itself writes does not stand for it. Several
+        # keys of a message may have the same thoughts, of which a template reads one.
+        return texts.setdefault((index, text), (kind, f"{before * 9}[~{len(texts)}~]{after * 9}"))[1]
 
     marked = []
     for index, message in enumerate(messages):

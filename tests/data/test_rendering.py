@@ -15,7 +15,6 @@ from support.templates import (
     PLAIN,
     SYSTEM_IN_QUESTION,
     THINKING,
-    TRIMMED,
     WITHOUT_THOUGHTS,
     make,
 )
@@ -82,10 +81,10 @@ def warnings_of(data) -> list[str]:
             "content tool of prompts; 'a'",
         ),
         (
-            TRIMMED,
+            make(BEGIN + " {{ m.content | trim }}" + CLOSE),
             ASK,
-            [assistant("    return 1")],
-            "changes the white space of the content of messages of role assistant in responses; '    return 1'",
+            [assistant(" return 1")],
+            "changes the white space of the content of messages of role assistant in responses; ' return 1'",
         ),
         (
             WITHOUT_THOUGHTS,
