@@ -443,7 +443,7 @@ def _remove_prompt(prompt: Messages, responses: Sequence[Messages], notes: Notes
     prefill = turns[-1]["content"].strip() if is_prefilled(turns) else ""
     for response in responses:
         earlier, rest = _split_around(turns, response)
-        if prefill and rest is response and response[0]["content"].startswith(prefill):
+        if prefill and response and rest is response and response[0]["content"].startswith(prefill):
             _note_repeated_prompt(response[0]["content"], notes)
         before = before or earlier
         if earlier and _list_comparable(earlier) != _list_comparable(before):

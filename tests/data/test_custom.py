@@ -191,7 +191,7 @@ REFUSED = {
         (PAIR, {"weight": "two"}, "weight is 'two', and must be"),
         (PAIR, {"margin": True}, "margin is True, and must be"),
         (PAIR, {"margin": 10**400}, "margin is 1000000"),
-        (HELLO, {"chosen": []}, "must end with a message of the assistant"),
+        (HELLO, {"prompt": [assistant("So")], "chosen": []}, "must end with a message of the assistant"),
         (HELLO, {"chosen": [assistant(" ")]}, "response to learn is empty"),
         (HELLO, {"chosen": [assistant("Hello"), user("?"), assistant("")]}, "response to learn is empty"),
         (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
