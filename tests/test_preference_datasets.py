@@ -141,7 +141,7 @@ def test_the_first_hundredth_of_se_after_the_datasets_librarys_shuffle_is_test(t
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "nonsense", "rejected": ""}, r"no '\n\nAssistant:' in 'nonsense'"),
+        ("hh", {"chosen": "nonsense", "rejected": ""}, r"(train): no '\n\nAssistant:' in 'nonsense'"),
         ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text: correct it"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A is '4', and must be a number"),
         ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number"),

@@ -36,7 +36,7 @@ def get_dataset(
     if name == "se":
         return read_se(load_rows(source, "train", cache_dir), split, source.path, silent=silent)
     rows = enumerate(load_rows(source, split, cache_dir), start=1)
-    return ENTRY_READERS[name]((f"record {number} of {source.path}", row) for number, row in rows)
+    return ENTRY_READERS[name]((f"record {number} of {source.path} ({split})", row) for number, row in rows)
 
 
 def load_splits(
