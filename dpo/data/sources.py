@@ -108,8 +108,7 @@ def identify_source(source: Source, cache_dir: str | None) -> Any:
     states = []
     if path is None or source.subset:
         # the paths of cached files have a digest of the revision and its files; data in memory has no files
-        for file in _load_with_datasets(source, "train", cache_dir).cache_files:
-            states.append(file["filename"])
+        states += [file["filename"] for file in _load_with_datasets(source, "train", cache_dir).cache_files]
     else:
         path = path.absolute()
         # a file, or what `_find_files` looks at in a directory, with the files of saved datasets

@@ -330,8 +330,6 @@ class ChatTemplate:
         def find_turn(i: int) -> tuple[int, int]:
             """Return where a message of the assistant begins, and where its turn ends, with the first end token."""
             begin = start if i == first else len(self._cut_prompt(apply, chat[:i], [dialogue], notes))
-            if begin == len(dialogue):
-                raise TemplateRejects("it leaves out the last answer")
             turn = dialogue
             if i < len(chat) - 1:  # some templates write EOS after the last turn alone
                 turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)
@@ -349,12 +347,16 @@ class ChatTemplate:
             turns = {last: find_turn(last)}
             notes[REWRITTEN] = Note(chat[last]["content"], warned_from=0)
         cuts = []
+        scored = ""
         scored_end = start
         for i, (begin, end) in turns.items():
             if is_scored(answer[i - first]):
                 if begin > scored_end:
                     cuts += (scored_end - start, begin - start)
+                scored += dialogue[begin:end]
                 scored_end = end
-        if scored_end == start:
-            raise InputError("nothing of a response is scored, by weight=0 or train=false: correct it")
+        if not self._next_end.sub("", scored).strip():
+            raise InputError(
+                "nothing of a response is scored, by weight=0, train=false or the chat template: correct it"
+            )
         return remove_final_eos(dialogue[start:scored_end], self.tokenizer), cuts

@@ -329,14 +329,16 @@ def test_a_message_of_weight_zero_is_not_scored(marks, scored, chat):
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
-        ({"weight": 0}, "nothing of a response is scored, by weight=0 or train=false"),
+        ({"weight": 0}, "nothing of a response is scored"),
+        ({"content": "Hm!"}, "nothing of a response is scored"),
         ({"weight": 0.5}, "weight is 0.5, and must be 0 or 1"),
         ({"train": "no"}, "train is 'no', and must be 0 or 1"),
     ],
 )
 def test_a_response_in_which_nothing_is_scored_is_refused(mark, said, chat):
+    template = PLAIN.replace("m.content", "m.content.split('!')[-1]")
     with refused(f"record 1 of mine: {said}"):
-        get_custom([{"messages": [*ASK, {**SKY[0], **mark}]}], "mine", chat(PLAIN), trains_on="targets")
+        get_custom([{"messages": [*ASK, {**SKY[0], **mark}]}], "mine", chat(template), trains_on="targets")
 
 
 def test_a_begun_answer_of_weight_zero_is_continued_by_one_that_is_scored(chat):
