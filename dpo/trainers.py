@@ -100,7 +100,7 @@ class Trainer(TrainerParts):
             n_ranks_to_stop=torch.full_like(grad_norm, bool(self.stop.signals)),
         )
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
-        [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
+        lr, *_ = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
         self.batch_counter += 1  # an update that a callback refuses counts too
         self.example_counter += len(batch.examples)
         means = reduced.means(batch.examples, batch.weights) | {"grad_norm": reduced.scalars["grad_norm"]}

@@ -202,8 +202,7 @@ def per_example_auc(rewards: Tensor, is_chosen: Tensor, weights: Tensor) -> Tens
         other_rewards = rewards[is_opposite]
         other_weights = scale_weights(weights[is_opposite])
         is_right = other_rewards < reward if label else other_rewards > reward
-        is_tie = other_rewards == reward
-        right = other_weights[is_right].sum() + other_weights[is_tie].sum() / 2
+        right = other_weights[is_right].sum() + other_weights[other_rewards == reward].sum() / 2
         shares.append(right / other_weights.sum())
     return torch.stack(shares).to(rewards.dtype)
 
@@ -389,7 +388,7 @@ class Objective:
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Return metrics per example, (B,) each, and with them the reference's log-probabilities, for its cache."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
-        if output.rewards and self.loss.trains_on in ("pairs", "lists"):
+        if self.loss.trains_on in ("pairs", "lists"):
             chosen = output.rewards["chosen"]
             rejected = output.rewards["rejected"]
             if not self.models_are_equal:
@@ -401,8 +400,8 @@ class Objective:
                 metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
         if not self.loss.scalar_head:  # the scores of a reward model are its rewards
-            roles = list(output.rewards) or ["chosen"]  # only SFT has no rewards
-            for role in reversed(roles):  # rejected first, as in the reference implementation's logs
+            # Only SFT has no rewards. The rejected ones come first, as in the reference implementation's logs.
+            for role in reversed(list(output.rewards) or ["chosen"]):
                 metrics[f"logps_{split}/{role}"] = columns[role].detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
         metrics |= {name: values for name, values in columns.items() if name.startswith(REFERENCE_PREFIX)}

@@ -112,7 +112,6 @@ class Schedule(LambdaLR):
     """
 
     def __init__(self, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, data_size: int):
-        decay = SCHEDULES[training.schedule]
         min_ratio = training.min_lr_ratio
         # LambdaLR saves its attributes in checkpoints, so a run that is made longer keeps its warm-up.
         self.warmup_steps = min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
@@ -125,15 +124,16 @@ class Schedule(LambdaLR):
             if update <= warmup_steps:  # as in the reference code: the first update, 0, has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
             done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
-            return min_ratio + (1.0 - min_ratio) * decay(done)
+            return min_ratio + (1.0 - min_ratio) * SCHEDULES[training.schedule](done)
 
         super().__init__(optimizer, factor)
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the schedule, and set the optimizer's learning rate to that of the next update."""
+        """Restore the schedule, and set the optimizer's learning rates to those of the next update."""
         # Unknown keys are dropped: torch would make attributes of them.
         super().load_state_dict({key: value for key, value in state.items() if key in self.state_dict()})
-        [group] = self.optimizer.param_groups
-        # It is on the curve of this run's length, which may differ from that of the saved one.
-        group["lr"] = self.base_lrs[0] * self.lr_lambdas[0](self.last_epoch)
-        self._last_lr = [group["lr"]]
+        # They are on the curve of this run's length, which may differ from that of the saved one.
+        factor = self.lr_lambdas[0](self.last_epoch)
+        self._last_lr = [base * factor for base in self.base_lrs]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr

@@ -137,8 +137,8 @@ class TrainerParts(RunState):
             if resume_from and reference_model is not None and plan.follow_every:
                 load_archive(unwrap(reference_model), resume_from / f"{FOLLOWING}.pt")
         else:
-            stored = resume_from or plan.model.archive
-            name = "random weights" if plan.model.random_init and not stored else stored or plan.model.name_or_path
+            initial = "random weights" if plan.model.random_init else plan.model.name_or_path
+            name = resume_from or plan.model.archive or initial
             self.progress.line(f"loading {name}")
             policy, reference_model = model_loaders(plan, resume_from)
         policy = load_policy(policy, plan, resume_from)

@@ -15,6 +15,8 @@ from dpo.plugins import run_plugins
 from dpo.system.users_code import hash_code
 
 PLUGIN = read_code(ROOT / "docs" / "plugins.md")
+# Each weight is in a group of its own.
+PLUGIN = PLUGIN.replace("super().__init__(params", "super().__init__([{'params': [weight]} for weight in params]")
 EXITS = """\
 import sys
 import dpo.plugins
