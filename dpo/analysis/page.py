@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis.curves import SOFTWARE, draw_charts
 from dpo.analysis.rules import find_all
-from dpo.analysis.runs import LoggedRun, describe_answers, number, read_runs
+from dpo.analysis.runs import LoggedRun, number, read_runs
 from dpo.analysis.verdict import describe_result
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
@@ -155,9 +155,6 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
         (prompt, [("policy", "Policy now", now), ("reference", "Before", before)])
         for prompt, before, now in run.compared_answers()
     ]
-    # Several updates may have recorded the answers that they drew; the page shows the newest one's.
-    newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-    drawn = [(record.get("turns") or record["prompt"], describe_answers(record)) for record in newest[:4]]
     samples = []
     for sample, label, baseline in run.compared_samples()[:16]:  # samples.txt has all
         responses = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
@@ -170,7 +167,6 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
         examples.append((example["prompt"], responses))
     return {
         "Most probable answers, before and after training": answers,
-        "Answers that the last update drew": drawn,
         "Samples of the newest evaluation": samples,
         "Data: the first examples, as the model sees them": examples,
     }

@@ -14,7 +14,7 @@ import numpy as np
 
 from dpo.errors import InputError, explaining
 from dpo.losses import LOSSES, Loss, find_loss
-from dpo.numbers import count, figure
+from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.settings.keys import update_recorded
 from dpo.system.plain_files import check_readable, read_json, read_yaml
@@ -72,7 +72,6 @@ class LoggedRun:
     eval: Log = field(default_factory=Log)
     first_examples: Sequence[dict] = ()
     samples: Sequence[dict] = ()
-    drawn: Sequence[dict] = ()  # prompts, each with the scored answers that the last update before an evaluation drew
     answers: Sequence[dict] = ()  # the policy's most probable answers, before and after training
     last_nonfinite: int = 0  # the last update with NaN or infinity, whose examples were saved
     best_at: int | None = None  # number of examples at the checkpoint that BEST names
@@ -156,8 +155,8 @@ def read_run(path: Path) -> LoggedRun:
     run.eval = Log([line for line in metrics if line["split"] == "eval"])
     run.first_examples = _read_objects(run, FIRST_EXAMPLES, {"prompt"})
     samples = _read_objects(run, "samples.jsonl", {"examples", "prompt"})
+    # An online run's other lines have the answers that updates drew.
     run.samples = [{"reference": None, **line} for line in samples if "policy" in line]
-    run.drawn = [line for line in samples if "completions" in line]
     run.answers = _read_objects(run, "answers.jsonl", {"examples", "prompt", "answer"})
     run.warnings = Counter(line["warning"] for line in _read_objects(run, WARNINGS_FILE, {"warning"}))
     for entry in run.path.iterdir():
@@ -228,27 +227,3 @@ def _read_objects(run: LoggedRun, name: str, keys: set[str]) -> list[dict]:
     if n_unreadable:
         run.problems.append(f"{name}: {count(n_unreadable, 'line')} cannot be read")
     return objects
-
-
-def describe_answers(record: dict) -> list[tuple]:
-    """Return (role, label, text) of each scored answer in a line of samples.jsonl.
-
-    The best answer comes first, then the others in their order, then the worst. The policy was
-    trained on the best and the worst: their roles are "chosen" and "rejected" or, if the label was flipped, the
-    reverse. The role of the others is "other".
-    """
-    answers = record["completions"]
-    best = record["best"]  # an index, as is `worst`
-    worst = record["worst"]
-    ranks = {worst: ("rejected", "worst"), best: ("chosen", "best")}
-    if record.get("flipped") is True:  # the label was drawn at random, and prefers the worst
-        ranks = {worst: ("chosen", "worst, chosen"), best: ("rejected", "best, rejected")}
-    described = []
-    for i in sorted(range(len(answers)), key=lambda i: (i != best, i == worst)):  # False sorts before True
-        answer = answers[i]
-        role, rank = ranks.get(i, ("other", "another"))
-        label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
-        if not answer["ended"]:
-            label += ", cut off"
-        described.append((role, label, answer["text"]))
-    return described

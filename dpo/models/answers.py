@@ -32,7 +32,6 @@ class OnlinePair(NamedTuple):
     best: int  # an index into answers
     worst: int
     is_flipped: bool = False  # true if a label drawn at random makes the worst answer the chosen one
-    turns: str = ""  # the prompt for readers, without control tokens
 
     @property
     def pair(self) -> tuple[Answer, Answer]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dpo.analysis.runs import describe_answers
 from dpo.checkpoint.files import sync
 from dpo.errors import WarningLine
 from dpo.numbers import count
@@ -94,7 +93,6 @@ class FileLogger(Appender):
             record = {
                 "examples": update.n_examples,
                 "prompt": drawn.prompt,
-                "turns": drawn.turns,
                 "completions": [
                     {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
                     for answer in drawn.answers
@@ -109,18 +107,18 @@ class FileLogger(Appender):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         place = {"split": "eval", "examples": evaluation.n_examples, "updates": evaluation.n_updates}
         self._append_metrics(place, evaluation.metrics)
-        heading = f"after {count(evaluation.n_examples, 'example')}, drawn by the last update"
         for record in self._drawn:
             self._append_record("samples.jsonl", record)
-            answers = [(label, text) for _, label, text in describe_answers(record)]
-            self._append_answers(heading, record["prompt"], answers)
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
-        heading = f"after {count(n_examples, 'example')}"
+        bar = "=" * 30
         for sample in samples:
             self._append_record("samples.jsonl", {"examples": n_examples, **sample._asdict()})
-            answers = [("policy", sample.policy), ("reference", sample.reference)]
-            self._append_answers(heading, sample.prompt, answers)
+            lines = [f"{bar} after {count(n_examples, 'example')} {bar}", sample.prompt.strip()]
+            for name, text in (("policy", sample.policy), ("reference", sample.reference)):
+                if text is not None:
+                    lines += [f"--- {name} ---", text.strip()]
+            self.append("samples.txt", [*lines, ""])  # for people
 
     def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
         for prompt, answer in answers.items():
@@ -142,12 +140,3 @@ class FileLogger(Appender):
 
     def _append_record(self, name: str, record: Mapping) -> None:
         self.append(name, [json.dumps(record, ensure_ascii=False)])
-
-    def _append_answers(self, heading: str, prompt: str, answers: Sequence[tuple[str, str | None]]) -> None:
-        """Append a prompt and its answers, each (name, text), to `samples.txt`, which is for people."""
-        bar = "=" * 30
-        lines = [f"{bar} {heading} {bar}", prompt.strip()]
-        for name, text in answers:
-            if text is not None:
-                lines += [f"--- {name} ---", text.strip()]
-        self.append("samples.txt", [*lines, ""])

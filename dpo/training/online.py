@@ -21,7 +21,7 @@ from dpo.data.preflight import TrainingData
 from dpo.data.schema import Prompt
 from dpo.errors import InputError, RunError, SamplingFailed, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, format_for_readers, generate
+from dpo.models.answers import Answer, OnlinePair, Sampling, TokenIds, choose_sampling, generate
 from dpo.models.scoring import ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -242,7 +242,7 @@ class OnlineBatches(Batches):
             pair = choose_pair(prompts[i], prompt_answers)
             if self.online.labels == "bradley_terry":
                 pair = draw_label(pair, (self.seed, update, LABEL_STREAM, prompts[i].index_in_split))
-            drawn[i] = pair._replace(turns=format_for_readers(prompts[i], pair.prompt, self.data.tokenizer))
+            drawn[i] = pair
             chosen, rejected = pair.pair
             examples[i] = to_answer[i]._replace(
                 responses=(chosen.tokens, rejected.tokens),

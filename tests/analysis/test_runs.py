@@ -4,7 +4,7 @@ import fcntl
 
 import pytest
 from support.pytests import refused
-from support.records import drawn, evaluation, sample, update, write_run
+from support.records import evaluation, sample, update, write_run
 from support.runs import change_json
 
 from dpo.analysis.page import list_results
@@ -14,12 +14,12 @@ LINES = [evaluation(0, 0.69), update(1), update(2), evaluation(2, 0.6)]
 
 
 def test_a_complete_run(run_dir):
-    run = read_run(write_run(run_dir, LINES, samples=[sample(8, "yes", "no"), drawn(8)]))
+    run = read_run(write_run(run_dir, LINES, samples=[sample(8, "yes", "no"), {"examples": 8, "prompt": ""}]))
 
     assert (run.name, run.objective.name, run.problems) == ("made", "dpo", [])
     assert list_results(run)["State"] == "complete, 2 of 2 updates"
     assert run.eval["loss/eval"].tolist() == [0.69, 0.6]
-    assert (run.samples, run.drawn) == ([sample(8, "yes", "no")], [drawn(8)])
+    assert run.samples == [sample(8, "yes", "no")]
 
 
 def test_ties_before_training_are_no_accuracy(tmp_path):

@@ -66,17 +66,6 @@ def sample(
     return {"examples": examples, "prompt": prompt, "policy": policy, "reference": reference}
 
 
-def drawn(examples: int, *texts: str, prompt: str = "\n\nHuman: Hi\n\nAssistant:") -> dict:
-    """A prompt with the answers that an update drew.
-
-    The last is the best; the first, which was cut off, the worst.
-    """
-    answers = [
-        {"text": text, "score": float(i), "tokens": i + 1, "ended": i > 0} for i, text in enumerate(texts or ("a", "b"))
-    ]
-    return {"examples": examples, "prompt": prompt, "completions": answers, "best": len(answers) - 1, "worst": 0}
-
-
 def write_run(
     folder: Path,
     lines: Sequence[Mapping[str, Any]],
