@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import threading
+from importlib import metadata
 from types import SimpleNamespace
 
 import peft
@@ -248,7 +249,7 @@ GPU2\tSYS\tSYS\t X \t24-47
         ([], {}, "trainer=BasicTrainer", "1 process in float32"),
         ([True] * 8, {"NV12": 28}, "trainer=FSDPTrainer world_size=8 batch_size=64", "8 processes in bfloat16"),
         ([True, False], {"SYS": 1}, "model.fsdp_policy_mp=float16", "2 processes in float16"),
-        ([True] * 2, {"PHB": 1}, "model.fsdp_policy_mp=bfloat16", "prefer lora=lora fsdp_frozen_weights=whole"),
+        ([True] * 2, {}, "model.fsdp_policy_mp=bfloat16", "prefer lora=lora fsdp_frozen_weights=whole"),
     ],
 )
 def test_g_the_doctor_says_what_to_train_with(gpus, links, settings, said, monkeypatch):
@@ -264,8 +265,6 @@ def test_g_the_doctor_says_what_to_train_with(gpus, links, settings, said, monke
 def test_g_the_doctor_finds_the_links_between_gpus(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat << 'END'\n{TOPOLOGY}END\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other == 1)
-    assert doctor.find_links(3) == {"peer access": 1, "no peer access": 2}
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert doctor.find_links(3) == {"NV12": 1, "SYS": 2}
 
@@ -456,7 +455,7 @@ def test_m_device_warm_up_accumulation_and_the_speed_of_each_update(finished):
 
 
 def test_card_the_packages_the_files_at_the_top_and_the_config():
-    needed = {doctor.Requirement(line).name for line in doctor.requires("dpo-train")}
+    needed = {re.split("[^a-z-]", line)[0] for line in metadata.requires("dpo-train")}
     assert {"torch", "transformers", "datasets", "numpy", "hydra-core", "omegaconf", "wandb"} <= needed
     for name in ("train", "trainers", "preference_datasets", "utils"):
         assert (ROOT / f"{name}.py").exists()

@@ -11,13 +11,8 @@ import resource
 import shutil
 import subprocess
 import tempfile
-import tomllib
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, requires, version
-from itertools import combinations
-from pathlib import Path
-
-from packaging.requirements import Requirement
+from importlib.metadata import version
 
 from dpo import __version__
 from dpo.commands import make_parser
@@ -25,46 +20,17 @@ from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.system.host import has_bfloat16, host_memory, is_installed, python_process_options
 from dpo.system.launching import choose_backend
+from dpo.system.run_directory import PACKAGES
 
-PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"  # only a clone has it
 LIMIT_SECS = 150  # NCCL starts slowly on 8 GPUs
 FEWEST_OPEN_FILES = 4096  # a hard limit that suffices for several processes, each with data, sockets and checkpoints
 
 
-def check_packages() -> list[str]:
-    """Print which of the required and optional packages there are, and return what is wrong with them."""
-    problems = []
-    installed = {"python": platform.python_version()}
-    optional = []
-    try:
-        lines = requires("dpo-train") or []
-    except PackageNotFoundError:  # in a clone that is not installed, the extras are left out
-        lines = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    # An extra that names other extras is left out.
-    named = [line for line in lines if 'extra == "dev"' not in line and not line.startswith("dpo-train")]
-    requirements = list(map(Requirement, named))
-    # An extra that lacks a package is not in use, so the versions of its other packages do not matter.
-    unused_extras = {str(each.marker) for each in requirements if each.marker and not is_installed(each.name)}
-    for requirement in requirements:
-        name = requirement.name
-        if is_installed(name):
-            fits = requirement.specifier.contains(version(name), prereleases=True)
-            if fits or str(requirement.marker) in unused_extras:
-                installed[name] = version(name)
-            else:
-                problems.append(f"{name} {version(name)} does not fit: pip install '{name}{requirement.specifier}'")
-        elif requirement.marker:
-            optional.append(name)
-        else:
-            problems.append(f"{name} is not installed: pip install {name}")
-    print(f"dpo {__version__}, {', '.join(' '.join(each) for each in installed.items())}")
-    print(f"optional packages that are not installed: {', '.join(optional) or 'none'}")
-    return problems
-
-
 def main(arguments: list[str]) -> int:
     make_parser("doctor", __doc__).parse_args(arguments)
-    problems = check_packages()
+    problems = []
+    versions = [f"{name} {version(name)}" for name in PACKAGES.split() if is_installed(name)]
+    print(f"dpo {__version__}, python {platform.python_version()}, {', '.join(versions)}")
     total, available = host_memory()
     free = shutil.disk_usage(".").free
     memory = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of memory"
@@ -92,13 +58,10 @@ def main(arguments: list[str]) -> int:
 
 
 def find_links(n_gpus: int) -> Counter[str]:
-    """Count the pairs of this machine's GPUs by their link.
+    """Count the pairs of this machine's GPUs by their link, as far as `nvidia-smi` knows.
 
-    The links are those of `nvidia-smi topo -m`: NV4 and the like are NVLink, all others go over PCIe. Without that
-    command, pairs are counted by whether one GPU can read the other's memory.
+    The links are those of `nvidia-smi topo -m`: NV4 and the like are NVLink, all others go over PCIe.
     """
-    import torch
-
     links = Counter()
     if n_gpus > 1 and shutil.which("nvidia-smi"):
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
@@ -106,9 +69,6 @@ def find_links(n_gpus: int) -> Counter[str]:
         for i, row in enumerate(rows):
             # A row has GPUi, its link to each GPU (X to itself), and other columns. Take the links to later GPUs.
             links.update(row[i + 2 : len(rows) + 1])
-    if not links:
-        for pair in combinations(range(n_gpus), 2):
-            links["peer access" if torch.cuda.can_device_access_peer(*pair) else "no peer access"] += 1
     return links
 
 
@@ -128,7 +88,7 @@ def recommend(have_bfloat16: list[bool], links: Counter[str]) -> list[str]:
         dtype = "bfloat16" if all(have_bfloat16) else "float16"
         settings += f" {dtype_key}={dtype} model.reference_dtype={dtype}"
     lines = [f"recommended: dpo train {settings} ...", f"  {count(max(n, 1), 'process', 'processes')} in {dtype}"]
-    if n > 1 and not all(link.startswith("NV") for link in links):
+    if n > 1 and not (links and all(link.startswith("NV") for link in links)):
         lines.append(
             "  unless all pairs have NVLink, prefer lora=lora fsdp_frozen_weights=whole, or fsdp_reduce_once=true "
             "fsdp_reduce_dtype=bfloat16"

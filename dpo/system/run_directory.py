@@ -52,7 +52,8 @@ FACT_TYPES = {
     "data_size": (int, NoneType),  # the number of processes that saw different examples when the run began
     "sampled_at": (int, NoneType),  # number of examples after which the last samples were drawn
 }
-PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
+# Their versions matter.
+PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate peft bitsandbytes"
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
