@@ -15,7 +15,7 @@ import numpy as np
 from dpo.analysis.runs import LoggedRun, number
 from dpo.analysis.verdict import find_changes_per_token, n_effective, n_evaluated, share_interval
 from dpo.numbers import count, figure, percent, signed
-from dpo.settings.keys import HELD_OUT_SCORE, STEPS_OF_LR
+from dpo.settings.keys import HELD_OUT_SCORE
 
 NOTE = "note"  # worth knowing, but often no fault
 COLLAPSE_ADVICE = "it seldom recovers: start again with a tenth of lr, more warmup_steps or a larger batch_size"
@@ -121,16 +121,6 @@ def find_unfinished_warmup(run: LoggedRun) -> str:
     return f"lr {rates[-1]:.3g} and rising in the last of {count(run.updates, 'update')}"
 
 
-def find_clipping(run: LoggedRun) -> str:
-    """Nine in ten gradients are clipped, and the optimizer's steps grow with the gradient, so that clipping matters."""
-    limit = number(run.setting("max_grad_norm"))
-    _, norms = run.train.points("grad_norm")
-    if run.setting("optimizer") in STEPS_OF_LR or len(norms) < FEWEST_UPDATES:
-        return ""
-    share = (norms > limit).mean()
-    return f"grad_norm above {figure(limit)} in {percent(share)} of the updates" if share >= 0.9 else ""
-
-
 def is_broken(text: str) -> bool:
     """Whether a text is empty or repeats itself: prose compresses to half its size, a repeated sentence to a fifth."""
     content = text.strip().encode("utf-8", "replace")
@@ -195,10 +185,10 @@ def find_length_growth(run: LoggedRun) -> str:
     return f"{before}; {figure(length_now)} tokens, score {figure(score_now)} now"
 
 
-def find_mean_outside(run: LoggedRun, name: str, *, low: float = -math.inf, high: float = math.inf) -> str:
-    """The mean of the metric `name` over the last tenth of the updates is below `low` or above `high`."""
-    _, value = run.means_at_ends(name)
-    return f"{name} {figure(value)}" if value < low or value > high else ""
+def find_cut_off(run: LoggedRun) -> str:
+    """Over the last tenth of the updates, less than 0.9 of the drawn answers ended before the limit."""
+    _, share = run.means_at_ends("online/eos")
+    return f"online/eos {figure(share)}" if share < 0.9 else ""
 
 
 class Rule(NamedTuple):
@@ -236,24 +226,16 @@ RULES = (  # in the order of the page
          "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores."),
     Rule("Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens."),
-    Rule("Most prompts give a tie", partial(find_mean_outside, name="online/ties", high=0.5),
-         "See whether the scorer is constant; raise online.temperature and online.n_samples."),
     Rule("An earlier checkpoint is better", find_better_checkpoint,
          "Use the checkpoint BEST; on few held-out examples the best of many is in part luck.",
          level=NOTE),
-    Rule("Nearly all gradients are clipped", find_clipping,
-         "If this is not meant, raise max_grad_norm.", level=NOTE),
     Rule("Length predicts the preference in the data", find_length_bias,
          "Such pairs can be ranked by length alone: compare the lengths of samples.", RANKED, NOTE),
     Rule("One label has most of the weight", find_uneven_labels,
          "Set loss.desirable_weight and loss.undesirable_weight: KTO's paper advises a ratio of 1 to 4/3.",
          level=NOTE),
-    Rule("Drawn answers are cut off", partial(find_mean_outside, name="online/eos", low=0.9),
+    Rule("Drawn answers are cut off", find_cut_off,
          "Raise online.max_new_tokens, set online.missing_eos_penalty, or begin with SFT.", level=NOTE),
-    Rule("The policy has gone far from the reference",  # answers are e^10 times as likely as under it
-         partial(find_mean_outside, name="online/kl", high=10.0),
-         "It may exploit errors of the scorer: read what was drawn; try a larger loss.beta or a smaller lr.",
-         level=NOTE),
 )  # fmt: skip
 
 
