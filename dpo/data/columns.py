@@ -102,7 +102,7 @@ def recognize(
     # column such as `loser` may itself be a verdict: at least half of its values are then "a", "b" or the like.
     rejected_sides = [_find_side(row.get(column)) for column in candidates["rejected"] for row in first_rows]
     if 2 * rejected_sides.count("") <= len(rejected_sides) and configured.keys() <= {"prompt", *OPTIONAL_FIELDS}:
-        verdict, sides = _find_verdict(objects, present, origin)
+        verdict, sides = _find_verdict(present)
     # in any order, as `Columns.find_fields` finds for each row which of the two is chosen
     for field, column in zip(WHOLE_PAIR_FIELDS, sides.values(), strict=False):
         candidates[field] = [column]
@@ -217,11 +217,11 @@ def _begin_with_prompt(
     return True
 
 
-def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) -> tuple[str, dict[str, str]]:
+def _find_verdict(present: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Find a column that may name the better of two responses, "" if there is none, and the columns of the responses.
 
     Returns, for instance, `("winner", {"a": "response_a", "b": "response_b"})`, or `("winner", {})` without such
-    columns. Raises InputError if the verdicts are numbers that cannot be matched to the columns.
+    columns.
     """
     by_name = {}
     for column in present:  # such as `winner`, or `better_response_id`
@@ -229,21 +229,12 @@ def _find_verdict(rows: Sequence[Mapping], present: Sequence[str], origin: str) 
     verdict = next((by_name[word] for word in VERDICTS if word in by_name), "")
     if not verdict:
         return "", {}
-    better_sides = {_find_side(row.get(verdict)) for row in rows}
     longest_first = sorted(present, key=len, reverse=True)  # `answer_1` replaces `answer_1_text`
     for noun in NOUNS:
         sides = {_find_side(column): column for column in longest_first if noun in normalize(column)}
         sides.pop("", None)
-        if "".join(sorted(sides)) not in SIDES:
-            continue
-        # a number of neither column, though some values match one: it may mean a tie, or a count from 0 instead of 1
-        unmatched = better_sides & {*"012"} - sides.keys()
-        if better_sides & sides.keys() and unmatched:
-            raise InputError(
-                f"{origin}: {verdict} has the number {min(unmatched)}, so it is not known which of "
-                f"{' and '.join(sides.values())} each number stands for: write the name of the better column"
-            )
-        return verdict, sides
+        if "".join(sorted(sides)) in SIDES:
+            return verdict, sides
     return verdict, {}
 
 

@@ -138,6 +138,7 @@ def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_ov
         ("model_a_response model_b_response", "winner", ["model_a", "model_b", "model_b_response", "tie"], "xyy-"),
         # ! a record that is refused
         ("answer_1 answer_2 answer_1_text", "winner", [1, 2], "xy"),
+        ("response_1 response_2", "winner", [1, 0], "x!"),
         ("Output_A Output_B", "Preferred Output", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
     ],
 )
@@ -168,15 +169,6 @@ def test_two_columns_may_name_the_better_and_the_worse_response():
     assert find(row).find_fields(row) == {"prompt": "question", "chosen": "answer_a", "rejected": "answer_b"}
     rows = [{**row, "loser": text} for text in ("B", *LABELS)]  # "B" is a text here
     assert not recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs").sides
-
-
-@pytest.mark.parametrize(
-    ("columns", "numbers"), [("response_1 response_2", [1] * 120 + [0]), ("answer_0 answer_1", ["2", "1", "1"])]
-)
-def test_numbers_that_may_count_from_0_or_from_1_name_no_response(columns, numbers, tokenizer):
-    rows = [dict.fromkeys(("question", *columns.split()), f"It is {i}") | {"winner": n} for i, n in enumerate(numbers)]
-    with refused("winner has the number ., so it is not known which of"):
-        get_custom(rows, "mine", tokenizer, bad_records="skip")
 
 
 @pytest.mark.parametrize(("where", "field"), [("tokenizer_config.json", "prompt"), ("config.json", "chosen")])
