@@ -16,16 +16,15 @@ from dpo.data.examples import Example, TextExample, encode_examples
 from dpo.data.prompt_forms import CHAT, HH, RAW, is_dialogue
 from dpo.data.schema import WARNING_SHARE, Prompt, naming_place
 from dpo.data.table import PromptTable
-from dpo.data.tokenization import TextEncoder, compile_special_tokens, refuse_eos
+from dpo.data.tokenization import TextEncoder, refuse_eos
 from dpo.errors import WarningLine
 from dpo.numbers import compact, count
 
 SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more than COUNTED_WHOLE
 COUNTED_WHOLE = 10_000  # most examples of a split whose tokens are all counted
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
-FEWEST_WORDS = 5  # two shorter answers, such as "Yes.", may be equal by chance
-CJK = "\u3040-\u30ff\u3400-\u9fff"  # characters of Chinese or Japanese, which have no space between words
-WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")  # a symbol, such as + or an emoji, is a word by itself
+SHORTEST_ANSWER = 20  # characters that count; two shorter answers, such as "Yes.", may be equal by chance
+NOT_COUNTED = re.compile(r"[^\w+=<>^$|~]|_")  # all but letters, digits, and signs such as in 1+1=2
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
     "contradictory_examples": "another example of the prompt says the opposite: remove one of them",
@@ -98,7 +97,7 @@ class SplitCounter:
         self.limits = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
         self.report = SplitReport()
         self.problems: list[dict] = []  # what is wrong with which record
-        self.digests: set[int] = set()  # these stand for the words of prompts and answers
+        self.digests: set[int] = set()  # these stand for prompts and answers
         self._training = training
         self._weights: list[float] = []
         self._seen: set[int] = set()  # hashes of examples of all datasets, which may have prompts in common
@@ -137,8 +136,8 @@ class SplitCounter:
 
     def _compare_with_training(self, prompt: Prompt) -> None:
         """Count what a test prompt has in common with the train split; of a training prompt, keep the digests."""
-        in_prompt = self._digest_words(prompt.written, 1)
-        in_responses = [self._digest_words(response, FEWEST_WORDS) for response in prompt.responses]
+        in_prompt = digest_alike(prompt.written, 1)
+        in_responses = [digest_alike(response, SHORTEST_ANSWER) for response in prompt.responses]
         if self._training is None:
             self.digests.update((in_prompt, *in_responses))
             self.digests.discard(0)
@@ -146,17 +145,6 @@ class SplitCounter:
         self.report.prompts_like_train += in_prompt in self._training
         for example in prompt.examples:
             self.report.answers_in_train += any(in_responses[i] in self._training for i in example.values())
-
-    def _digest_words(self, text: str, fewest: int) -> int:
-        """Digest the words of a text, without regard to case, punctuation and white space; 0 for too few words.
-
-        Digests can only be compared within a process, as Python hashes texts differently in each.
-        """
-        plain = compile_special_tokens(self.encode.tokenizer).sub(" ", text)
-        words = WORD.findall(unicodedata.normalize("NFKC", plain).casefold())
-        words = [word for word in words if unicodedata.category(word[0])[0] not in "PC"]
-        # with `fewest`, a prompt and an answer of the same words have different digests
-        return hash((fewest, *words)) if len(words) >= fewest else 0
 
     def _count_example(self, prompt: Prompt, index: int) -> None:
         report = self.report
@@ -221,6 +209,16 @@ class SplitCounter:
         for number, (prompt, index) in enumerate(ids):
             if number in numbers:
                 yield prompts[prompt], index
+
+
+def digest_alike(text: str, shortest: int) -> int:
+    """Digest a text, without regard to case, punctuation and white space; 0 for fewer than `shortest` characters.
+
+    Digests can only be compared within a process, as Python hashes texts differently in each.
+    """
+    plain = NOT_COUNTED.sub("", unicodedata.normalize("NFKC", text).casefold())
+    # with `shortest`, a prompt and an answer of the same text have different digests
+    return hash((shortest, plain)) if len(plain) >= shortest else 0
 
 
 def mean(values: Iterable[float]) -> float | None:
