@@ -5,6 +5,7 @@ Samples and settings may be written by others, so all texts are escaped, and the
 
 import base64
 import json
+import math
 import shlex
 from datetime import datetime, timedelta
 from itertools import chain
@@ -26,14 +27,13 @@ from dpo.system.run_directory import REPORT
 PICTURES = {"Loss": "loss.png", "Rewards": "rewards.png"}  # files beside the page, by title of the chart
 ABSENT = "\N{EN DASH}"  # shown for a result or setting that a run lacks
 NEXT_COMMANDS = ("report {} OTHER_RUN", "export {} MY_MODEL", "sample {}", "evaluate {} --judge human")  # {}: the run
-HELD_OUT = {  # by label of a result: (metric, +1 if higher is better or -1, function that formats its values)
-    "Held-out score": ("online_eval/score", +1, figure),
-    "Win rate": ("online_eval/win_rate", +1, percent),
-    "Held-out accuracy": ("rewards_eval/accuracies", +1, percent),
-    "Held-out margin": ("rewards_eval/margins", +1, signed),
-    "Held-out loss": ("loss/eval", -1, figure),
+HELD_OUT = {  # by label of a result: (metric, function that formats its values)
+    "Held-out score": ("online_eval/score", figure),
+    "Win rate": ("online_eval/win_rate", percent),
+    "Held-out accuracy": ("rewards_eval/accuracies", percent),
+    "Held-out margin": ("rewards_eval/margins", signed),
+    "Held-out loss": ("loss/eval", figure),
 }
-ABOUT = ("loss.name", "loss.beta", "lora.name", "online.name", "model.name_or_path", "datasets")  # keys below the title
 
 
 def write_report(runs: list[Path], out: Path) -> Path:
@@ -92,13 +92,11 @@ def render(runs: list[LoggedRun], pictures: list[tuple], links: list[tuple[str, 
     }
     if not several:  # what only the page of a single run has
         [run] = runs
-        about = [f"{key}={_as_text(run.setting(key))}" for key in ABOUT if run.setting(key) not in (None, "none")]
         # Scalar heads give rewards, but no answers.
         commands = NEXT_COMMANDS[:2] if run.objective.scalar_head else NEXT_COMMANDS
         if not (run.path / "LATEST").exists():
             commands = NEXT_COMMANDS[:1]
         context |= {
-            "about": " \N{MIDDLE DOT} ".join(about),
             "verdict": describe_result(run),
             "findings": find_all(run),
             "groups": list_cards(run),
@@ -122,12 +120,10 @@ def list_results(run: LoggedRun) -> dict[str, str]:
     total = run.counted("updates")
     progress = f"{run.updates:,} of {count(total, 'update')}" if total > 0 else count(run.updates, "update")
     results = {"State": f"{run.state}, {progress}"}
-    for label, (name, sign, format_value) in HELD_OUT.items():
-        examples, values = run.eval.points(name)
-        if len(values):
-            best = (sign * values).argmax()  # an index
-            remark = f"best {format_value(values[best])} at {count(examples[best], 'example')}"
-            results[label] = f"{format_value(values[-1])} ({remark})"
+    for label, (name, format_value) in HELD_OUT.items():
+        value = run.eval.last(name)
+        if math.isfinite(value):
+            results[label] = format_value(value)
     results["Examples"] = f"{max(0, run.train.last('examples')):,.0f}"  # 0 also for NaN: no update yet
     speeds = run.train["examples_per_second"]
     # This sums batch_size / speed, the time of each update.
@@ -156,10 +152,10 @@ def list_cards(run: LoggedRun) -> dict[str, list[tuple]]:
         for prompt, before, now in run.compared_answers()
     ]
     samples = []
-    for sample, label, baseline in run.compared_samples()[:16]:  # samples.txt has all
+    for sample in run.newest_samples()[:16]:  # samples.txt has all
         responses = [("policy", f"Policy after {count(sample['examples'], 'example')}", sample["policy"])]
-        if baseline is not None:
-            responses.append(("reference", label, baseline))
+        if sample["reference"] is not None:
+            responses.append(("reference", "Reference", sample["reference"]))
         samples.append((sample.get("turns") or sample["prompt"], responses))
     examples = []
     for example in run.first_examples:

@@ -128,32 +128,32 @@ def is_broken(text: str) -> bool:
 
 
 def find_broken_samples(run: LoggedRun) -> str:
-    """All samples are broken, or a tenth of them and twice as many as of their baselines (`compared_samples`)."""
-    samples = run.compared_samples()
-    n_policy = sum(is_broken(sample["policy"]) for sample, _, _ in samples)
-    n_baseline = sum(baseline is not None and is_broken(baseline) for _, _, baseline in samples)
-    is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_baseline
+    """All newest samples are broken, or a tenth of them and twice as many as of the reference's."""
+    samples = run.newest_samples()
+    n_policy = sum(is_broken(sample["policy"]) for sample in samples)
+    n_reference = sum(sample["reference"] is not None and is_broken(sample["reference"]) for sample in samples)
+    is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_reference
     if not n_policy or (is_usual and n_policy < len(samples)):
         return ""
-    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference or at first {n_baseline}"
+    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference {n_reference}"
 
 
 def find_length_change(run: LoggedRun) -> str:
-    """Samples and baselines (`compared_samples`) differ in mean length by half and by 5 words, and in a sign test."""
-    lengths = []  # (words of a sample, words of its baseline)
-    for sample, _, baseline in run.compared_samples():
-        n_words = [len(text.split()) for text in (sample["policy"], baseline or "")]
+    """Newest samples and the reference's differ in mean length by half and by 5 words, and in a sign test."""
+    lengths = []  # (words of a sample, words of the reference's)
+    for sample in run.newest_samples():
+        n_words = [len(text.split()) for text in (sample["policy"], sample["reference"] or "")]
         if min(n_words) > 0:
             lengths.append(n_words)
     if not lengths:
         return ""
-    n_sample, n_baseline = np.transpose(lengths)
-    shorter, longer = sorted([n_sample.mean(), n_baseline.mean()])
-    surplus = np.sign(n_sample - n_baseline).sum()  # how many samples are longer, minus how many are shorter
+    n_sample, n_reference = np.transpose(lengths)
+    shorter, longer = sorted([n_sample.mean(), n_reference.mean()])
+    surplus = np.sign(n_sample - n_reference).sum()  # how many samples are longer, minus how many are shorter
     by_chance = 2 * math.sqrt(len(lengths))  # two standard errors of a sign test
     if longer < max(1.5 * shorter, shorter + 5) or abs(surplus) < by_chance:
         return ""
-    return f"{figure(n_sample.mean())} words on average, of the reference or at first {figure(n_baseline.mean())}"
+    return f"{figure(n_sample.mean())} words on average, of the reference {figure(n_reference.mean())}"
 
 
 def find_length_bias(run: LoggedRun) -> str:

@@ -114,24 +114,9 @@ class LoggedRun:
         now = {line["prompt"]: line["answer"] for line in self.answers if line["examples"] > 0}
         return [(prompt, before[prompt], answer) for prompt, answer in now.items() if prompt in before]
 
-    def compared_samples(self) -> list[tuple]:
-        """Return (sample, label, baseline) of the newest samples.
-
-        The baseline, with which to compare the sample, is the reference's answer or, without one, the policy's first
-        answer to the prompt; None if there is neither. `label` says which it is.
-        """
-        compared = []
-        first = {sample["prompt"]: sample for sample in reversed(self.samples)}  # the first of each prompt
-        for sample in self.samples:
-            if sample["examples"] == self.samples[-1]["examples"]:
-                label = "Reference"
-                baseline = sample["reference"]
-                earlier = first[sample["prompt"]]
-                if baseline is None and earlier["examples"] < sample["examples"]:
-                    label = f"Policy after {count(earlier['examples'], 'example')}"
-                    baseline = earlier["policy"]
-                compared.append((sample, label, baseline))
-        return compared
+    def newest_samples(self) -> list[dict]:
+        """Return the samples of the last evaluation that drew some."""
+        return [sample for sample in self.samples if sample["examples"] == self.samples[-1]["examples"]]
 
 
 def look_up(mapping: Any, key: str) -> Any:

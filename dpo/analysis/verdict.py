@@ -96,9 +96,6 @@ def describe_change(run: LoggedRun) -> str:
     advice = ": raise lr, or train longer"
     if not n_differ and changes and largest <= rounding:
         verb = "did not change"
-    elif largest >= SMALL_CHANGE and answers and not n_differ:
-        verb = "changed, but not its answers"
-        advice = ""
     elif largest >= SMALL_CHANGE or (n_differ and (not changes or 2 * n_differ >= len(answers))):
         verb = "changed"
         advice = ""

@@ -113,15 +113,14 @@ def test_an_online_run_shows_its_scores(run_dir, tmp_path):
     assert not charts & drawn_charts([made(tmp_path / "other")]).keys()
 
 
-def test_newest_samples_are_beside_the_references_or_the_first_as_turns_without_control_tokens(run_dir, tmp_path):
+def test_newest_samples_are_beside_the_references_as_turns_without_control_tokens(run_dir, tmp_path):
     text = page_of(made(run_dir)).texts["section"]
     assert "Why? Policy after 160 examples after Reference the reference" in text
 
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    texts = ((0, "gibberish"), (160, "because"))  # there is no reference
-    alone = [{**sample(n, text, prompt=prompt), "turns": "user: Why?"} for n, text in texts]
+    alone = [{**sample(160, "because", prompt=prompt), "turns": "user: Why?"}]  # there is no reference
     text = page_of(made(tmp_path / "alone", samples=alone)).texts["section"]
-    assert "user: Why? Policy after 160 examples because Policy after 0 examples gibberish" in text
+    assert "user: Why? Policy after 160 examples because" in text
     assert "<|im_" not in text
 
 

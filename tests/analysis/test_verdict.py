@@ -57,7 +57,7 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
     [
         (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts changed, and the "
          "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05"),
-        (0, 8, 0.05, "The model changed, but not its answers: none of 8"),
+        (0, 8, 0.05, "The model changed: none of 8"),
         (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers"),
         (0, 8, 1e-9, "The model did not change: none of 8"),
         (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
