@@ -19,9 +19,6 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
-    _n_examples = -1  # trained on at the last event; -1 before the first one
-    _writer: Any = None  # until `on_start`; a checkpoint may be saved earlier
-
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.plan.tensorboard and not context.plan.run.debug
@@ -29,10 +26,7 @@ class TensorBoardLogger(Callback):
     def on_start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # `purge_step` hides what an earlier process logged after the checkpoint, as this process logs it again.
-        self._writer = SummaryWriter(
-            str(self.run_dir / "tensorboard"), purge_step=self._n_examples + 1, flush_secs=FLUSH_SECS
-        )
+        self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), flush_secs=FLUSH_SECS)
 
     def on_update(self, update: Update) -> None:
         self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
@@ -42,17 +36,8 @@ class TensorBoardLogger(Callback):
 
     def _log(self, metrics: Mapping[str, float], n_examples: int) -> None:
         """Add a point at the step `n_examples` to the curve of each metric."""
-        self._n_examples = n_examples
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
-
-    def state_dict(self) -> dict:
-        if self._writer:
-            self._writer.flush()
-        return {"examples": self._n_examples}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self._n_examples = state.get("examples", -1)
 
     def on_end(self) -> None:
         self._writer.close()
