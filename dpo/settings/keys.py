@@ -50,11 +50,6 @@ STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their 
 DECAYS_BY_LR = ("AdamW", "Adafactor", "ASGD", "SGD")  # weight_decay shrinks a weight by the share lr * weight_decay
 LOST_CHANGE = {"bfloat16": 2**-9, "float16": 2**-12}  # a relative change of a weight below this is rounded away
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
-# Transformers sets these variables of every chat template, so chat_template_args cannot.
-SET_BY_TRANSFORMERS = {
-    *("messages", "tools", "documents", "add_generation_prompt"),
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-}
 
 
 class TrainerSpec(NamedTuple):

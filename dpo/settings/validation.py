@@ -74,13 +74,6 @@ def _check_processes(p: Plan) -> Iterator[Check]:
 
 def _check_training(p: Plan) -> Iterator[Check]:
     run, data, training = p.run, p.data, p.training
-    divides_by_eps = training.optimizer in (*keys.STEPS_OF_LR, "Adagrad") and "eps" not in training.optimizer_args
-    if divides_by_eps and p.trains_half_precision and p.model.policy_dtype == "float16":
-        yield (
-            "optimizer model.policy_dtype",
-            f"optimizer={training.optimizer} divides by 0 with model.policy_dtype=float16, which rounds its eps to 0: "
-            f"set {p.precise_settings}, or optimizer_args.eps=1e-4",
-        )
     if p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1):
         yield (
             "model.cache_implementation compile world_size",
@@ -100,11 +93,6 @@ def _check_training(p: Plan) -> Iterator[Check]:
             "save_every batch_size",
             f"save_every={run.save_every} (examples) must be a multiple of batch_size={data.batch_size}",
         )
-    if overwritten := sorted(keys.SET_BY_TRANSFORMERS & p.chat.chat_template_args.keys()):
-        yield (
-            "chat_template_args",
-            f"chat_template_args has {', '.join(overwritten)}, which transformers sets itself: leave it out",
-        )
     if os.path.isabs(run.exp_name) or ".." in run.exp_name.split("/"):
         yield "exp_name", f"exp_name={run.exp_name} must be relative and without '..'"
     if run.resume == "auto" and p.has_new_run_dir:
@@ -123,11 +111,6 @@ def _check_loss(p: Plan) -> Iterator[Check]:
     options = p.loss.options
     divergence = p.loss.shared.get("f_divergence")
     computed = {p.loss.name, *(part.name for _, part in p.loss.parts)}  # the loss and its parts, if it is a mix
-    if options.get("desirable_weight") == options.get("undesirable_weight") == 0:
-        yield (
-            "loss.desirable_weight loss.undesirable_weight",
-            "loss.desirable_weight=0 and loss.undesirable_weight=0: set one of them above 0",
-        )
     if computed - {"sft"} == {"mix"}:
         weights = " ".join(key for key in p.values if key.startswith("loss.weights."))
         yield f"loss.name {weights}", "loss=mix adds up no loss of pairs: set loss.weights.dpo=1 or another"
