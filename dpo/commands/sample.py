@@ -56,9 +56,8 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("sample", __doc__)
     option = parser.add_argument
     option("path", metavar="CHECKPOINT_OR_DIR")
-    option("--reference", metavar="DIR", help="the reference, or none; default: what the run started from")
+    option("--reference", choices=["none"], help="load none; default: what the run started from")
     add_sampling_options(parser)
-    option("--format", choices=[*PROMPT_FORMS], help="form of prompts, instead of that in training")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_model_options(parser, "--template")
     options = parser.parse_args(arguments)
@@ -66,13 +65,12 @@ def main(arguments: list[str]) -> None:
     models = load_for_generation(
         options.path,
         reference=options.reference,
-        form=options.format,
         model=options.model,
         template=options.chat_template,
         trust_remote_code=options.trust_remote_code,
     )
     sampling = models[0].choose_sampling(options)
     form = models[0].form
-    print(f"prompts are asked in the form {form}: {PROMPT_FORMS[form]} (--format changes it)")
+    print(f"prompts are asked in the form {form}: {PROMPT_FORMS[form]}")
     print(f"answers are drawn with {sampling} (--temperature, --top-p, --top-k)")
     converse(models, sampling)

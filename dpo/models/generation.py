@@ -62,29 +62,20 @@ class LoadedModel(NamedTuple):
         return answer.text
 
 
-def load_for_generation(
-    path: str | Path, *, reference: str | None = None, form: str | None = None, **options: Any
-) -> list[LoadedModel]:
-    """Load a policy, then its reference if there is one; `options` are those of `find_model`.
+def load_for_generation(path: str | Path, *, reference: str | None = None, **options: Any) -> list[LoadedModel]:
+    """Load a policy, then what its run started from if there is such a model; `options` are those of `find_model`.
 
-    `reference` is a path, Hub id or "none"; by default it is what the policy's run started from. `form` is the form of
-    prompts, by default the one of the policy's training. Raises InputError if a model cannot be loaded, or if the
-    tokenizers differ.
+    With the `reference` "none" only the policy is loaded. Raises InputError if a model cannot be loaded.
     """
     policy = find_model(path, hub=True, **options)
     if policy.scalar_head:
         raise InputError(f"{path} is a reward model, which gives no answers: use a policy")
     tokenizer = _load_tokenizer(policy)
     sources = {"policy": policy}
-    if reference is None:
-        start = _find_start(policy)
-        if start is not None:
-            sources["reference"] = start
-    elif reference != "none":
-        sources["reference"] = find_model(reference, hub=True, trust_remote_code=policy.trust_remote_code)
-        if _load_tokenizer(sources["reference"]).get_vocab() != tokenizer.get_vocab():
-            raise InputError(f"{reference} has another tokenizer than the policy: use a reference with the same one")
-    form = form or find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
+    start = None if reference == "none" else _find_start(policy)
+    if start is not None:
+        sources["reference"] = start
+    form = find_prompt_format(policy) or (CHAT if tokenizer.chat_template else RAW)
     bases = {}
     models = []
     for name, source in sources.items():

@@ -56,7 +56,6 @@ TOOLS = {
     "sample of an adapter": ("adapter", SAMPLE),
     "sample of a model": ("model", SAMPLE),
     "sample of an export": ("run/LATEST/hf", SAMPLE),
-    "sample beside a reference": ("run", (*SAMPLE, "--reference", "{folder}/model")),
 }
 
 
