@@ -123,13 +123,13 @@ class LedgerSummary(NamedTuple):
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again that were never ranked right
-    never_flipped: list[dict]  # as `_list_pairs` returns them; both lists have at most `top`
+    never_flipped: list[dict]  # as `_list_pairs` returns them; both lists have at most ten
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[dict]
 
 
-def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
-    """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most `top`.
+def summarize_ledger(table: pa.Table) -> LedgerSummary:
+    """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most ten.
 
     Ties, and visits before the first update, say nothing about a pair, so they are left out when pairs are judged.
     """
@@ -168,9 +168,9 @@ def summarize_ledger(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         truncated=len(table.filter(table["truncated"])["example"].unique()),
         n_seen_again=(pairs["n_visits"] >= 2).sum(),
         n_never_flipped=len(never_flipped),
-        never_flipped=_list_pairs(table, never_flipped.head(top)),
+        never_flipped=_list_pairs(table, never_flipped.head(10)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=_list_pairs(table, suspected_noise.head(top)),
+        suspected_noise=_list_pairs(table, suspected_noise.head(10)),
     )
 
 

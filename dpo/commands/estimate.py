@@ -101,23 +101,21 @@ def main(arguments: list[str]) -> None:
 
 
 def read_rates(path: Path) -> dict:
-    """Read rates of GPUs from a file, and add RATES; for a GPU of RATES, rates that the file leaves out are assumed."""
+    """Read rates of GPUs from a file, and add RATES for other GPUs."""
     check_exists(path)
     entries = read_json(path)
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise InputError(f"--rates {path} must map names of GPUs to mappings of rates")
     rates = {**RATES}
     for name, entry in entries.items():
-        assumed = RATES[name.lower()]._asdict() if name.lower() in RATES else {"gpus_per_machine": 8}
-        values = {**assumed, **entry}
-        numbers = dict(dotted(values))
-        has_all = values.keys() == {*Rates._fields} and numbers.keys() == RATES_FORM.keys()
+        numbers = dict(dotted(entry))
+        has_all = entry.keys() == {*Rates._fields} and numbers.keys() == RATES_FORM.keys()
         if not (has_all and has_form(numbers, RATES_FORM) and min(numbers.values()) > 0):
             raise InputError(
                 f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}, of which tflops is a "
                 f"mapping"
             )
-        rates[name.lower()] = Rates(**values)
+        rates[name.lower()] = Rates(**entry)
     return rates
 
 

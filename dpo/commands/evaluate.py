@@ -55,7 +55,6 @@ def main(arguments: list[str]) -> None:
     option("--judge", help=JUDGES)
     option("--prompts", metavar="FILE", help="prompts, as in docs/formats.md; default: those that the run held out")
     option("--limit", type=parse_count, default=200, help="most prompts (default: 200)")
-    option("--labelled", type=parse_count, default=100, help="most labelled pairs to test the judge on (default: 100)")
     option("--out", type=Path, metavar="DIR", help="default: RUN/evaluation, or evaluation")
     add_sampling_options(parser)
     option("--batch-size", type=parse_count, default=16, help="prompts answered at a time (default: 16)")
@@ -133,7 +132,7 @@ def judge_answers(options: Any) -> None:
     if n_invalid:
         sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
     agreement = None
-    labelled = list_labelled(prompts, policy.tokenizer)[: options.labelled]
+    labelled = list_labelled(prompts, policy.tokenizer)[:100]
     if labelled and kind != "verdicts":  # a file has verdicts only on the answers that were drawn
         # The chosen response comes first, so that 1 is agreement with the label.
         label_scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]

@@ -1,6 +1,6 @@
 """The pairs of a ledger that were always ranked wrong, and those that are probably mislabeled.
 
-    dpo ledger RUN [--top 10]
+    dpo ledger RUN
 
 docs/metrics.md explains the counts. Exit status: 0, or 2 if RUN has no ledger.
 """
@@ -63,9 +63,8 @@ def list_pairs(pairs: list[dict], texts: dict[str, dict[str, str]]) -> Iterator[
 def main(arguments: list[str]) -> None:
     parser = make_parser("ledger", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="pairs in each list (default: 10)")
     options = parser.parse_args(arguments)
-    summary = summarize_ledger(read_ledger(options.run), top=options.top)
+    summary = summarize_ledger(read_ledger(options.run))
     pairs = [*summary.never_flipped, *summary.suspected_noise]
     # The ledger has the texts of online pairs; those of other pairs are in the run's data.
     texts = {

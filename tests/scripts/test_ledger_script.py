@@ -42,14 +42,14 @@ def run_dir(tmp_path) -> Path:
 
 
 def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_dir, printed):
-    assert main([str(run_dir), "--top", "1"]) == 0
+    assert main([str(run_dir)]) == 0
     told = printed()
 
     assert "\x1b" not in told
     lines = told.splitlines()
     assert lines[0] == "32 visits of 8 examples, of which 0 are truncated."
     shown = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
-    assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 2
+    assert shown == [["prompt", "Hi"], ["chosen", "no [2J way"], ["rejected", "yes"]] * 3
     assert any(line.startswith("Pairs that never flip: 1 of 8") for line in lines)
     assert any(line.startswith("Suspected label noise: 2 pairs") for line in lines)
 
