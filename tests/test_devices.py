@@ -58,7 +58,6 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     "tests/scripts/test_estimate_script.py::test_a_run_is_compared_with_what_it_measured": (
         "commands.estimate:read_measured"
     ),
-    "tests/scripts/test_estimate_script.py::test_rates_that_are_not_are_refused": "commands.estimate:read_rates",
     "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_memory_error",
     "test_one_process_cuts_a_model_over_all_gpus": "training.parts:place",
     f"{PACKAGE}::test_the_packages_own_sum_gives_the_same_numbers": (
