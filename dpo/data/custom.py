@@ -247,8 +247,14 @@ class Reader:
                         if before:  # the response has several turns
                             answers[i] = split_turns(before + ASSISTANT, last)
                 prompt, responses = turns, answers
-        if isinstance(prompt, list) and not all(each and each[-1]["role"] == "assistant" for each in responses):
-            raise InputError("a response must end with a message of the assistant: correct it")
+        if isinstance(prompt, list):
+            if not all(each and each[-1]["role"] == "assistant" for each in responses):
+                raise InputError("a response must end with a message of the assistant: correct it")
+            # otherwise the prompt could not end with the head of an answer
+            if len({each[0]["role"] == "assistant" for each in responses}) > 1:
+                raise InputError(
+                    "some responses begin with an answer and others do not: take off what repeats the prompt"
+                )
         if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
             system = get_field(row, used[SYSTEM])
             if isinstance(prompt, str):

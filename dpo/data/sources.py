@@ -161,8 +161,8 @@ def _load_with_datasets(source: Source, split: str, cache_dir: str | None) -> An
             f"dataset {source.path} has the subsets {subsets[1]}: choose one with dataset_sources.NAME.subset=SUBSET"
         ) from problem
     raise InputError(
-        f"dataset {source.path} (split {split}) cannot be loaded from a directory here, the Hub or its cache: "
-        f"{one_sentence(problem)}. Without network, point dataset_sources at a local directory"
+        f"dataset {source.path} (split {split}) cannot be loaded: {one_sentence(problem)}. Without network, point "
+        f"dataset_sources at a local directory"
     ) from problem
 
 
@@ -223,9 +223,7 @@ def _parse_file(file: Path) -> Iterator:
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(file, "rb") as stream:
         if stream.read(4) in FIRST_BYTES_OF_SHEETS:
-            raise InputError(
-                f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and pass that file"
-            )
+            raise InputError(f"{file} is a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8)")
     if not suffix:
         raise InputError(f"{file} is not one of *{', *'.join(SUFFIXES)}")
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are

@@ -192,6 +192,7 @@ REFUSED = {
         (PAIR, {"margin": True}, "margin is True, and must be"),
         (PAIR, {"margin": 10**400}, "margin is 1000000"),
         (HELLO, {"prompt": [assistant("So")], "chosen": []}, "must end with a message of the assistant"),
+        (HELLO, {"chosen": [user("So"), assistant("A")]}, "begin with an answer and others do not"),
         (HELLO, {"chosen": [assistant(" ")]}, "response to learn is empty"),
         (HELLO, {"chosen": [assistant("Hello"), user("?"), assistant("")]}, "response to learn is empty"),
         (HELLO, {"chosen": [{"role": "assistant", "content": None}]}, "content is missing, and must be text"),
