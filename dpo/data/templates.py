@@ -182,10 +182,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         end = match_any(list_end_strings(tokenizer)).pattern
-        # The first of the end tokens with which a turn ends. What follows them has none: some templates end every chat
-        # with a generation prompt.
-        self._closing_end = re.compile(rf"(?s:(?:{end})(?=(?:{end}|\s)*(?:(?!{end}).)*\Z))")
-        self._next_end = re.compile(rf"\s*(?:{end})")  # an end token that only begins the next turn
+        # the first of the end tokens with which a turn ends, and an end token that only begins the next turn
+        self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
+        self._next_end = re.compile(rf"\s*(?:{end})")
         self._rendered = {}  # texts, by the chat and tools that `_render_marked` got
 
     def render(self, prompt: Prompt, notes: Notes) -> Prompt:
@@ -335,9 +334,9 @@ class ChatTemplate:
                 turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)
             if not dialogue.startswith(turn):  # an earlier turn is rendered differently
                 raise TemplateRejects
-            following = self._next_end.match(dialogue, len(turn))
-            turn += following[0] if following else ""
-            token = self._closing_end.search(turn, begin)
+            # some templates end every chat with the head of an answer, which is before this turn too
+            closed = turn.removesuffix(self._next_end.split(dialogue[:begin])[-1])
+            token = self._closing_end.search(closed, begin) or self._next_end.match(dialogue, len(turn))
             return begin, token.end() if token else len(turn)
 
         last = len(chat) - 1

@@ -294,6 +294,7 @@ NEXT_ROLE, LAST_EOS = (
             [{**assistant("a"), "thinking": "Hm."}],
             "Hm.<end><assistant>a<end>",
         ),
+        (make(BEGIN + "<call>{{ m.content }}"), ["<call>"], SKY, f"<call>Blue.{EOS}"),
         (NEXT_ROLE, ["<user>"], AGAIN, f"Hm?<user>|Blue.{EOS}"),
         (PLAIN + "<assistant>", [], SKY, f"Blue.{EOS}"),  # the next turn's head, whether it is asked for or not
         # a call ends otherwise than an answer
