@@ -265,7 +265,7 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         )
     if online.scorer == "function":
         path, _, name = online.function.rpartition(":")
-        file = Path(path).expanduser().resolve()
+        file = Path(path or name).expanduser().resolve()  # without ":NAME", it is refused as the function's name
         # Rank 0 scores all answers: other ranks do not load the function.
         score = load_function(file, name) if is_rank_0() else None
         own_digest = hash_code(file) if file.is_file() else None

@@ -145,6 +145,7 @@ def test_labelled_responses_are_judged_as_answers_are_and_rewarded_as_in_trainin
         (["--judge", "gpt-4"], "--judge gpt-4 is not known: choose human"),
         (["--judge", "verdicts:none.jsonl"], "none.jsonl cannot be read"),
         (["--judge", "function:mine.py:other"], "has no function other"),
+        (["--judge", "function:mine.py"], "mine.py has no function mine.py"),
         (["--judge", "human", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
         (
             ["--judge", "http://127.0.0.1:1", "--judge-model", "m", "--template", "paper"],
