@@ -37,8 +37,8 @@ class Mesh:
     """The ranks as `replicate` x `shard` x `tensor`; neighbours differ in `tensor`, which communicates most.
 
     Layers are cut along `tensor`; parameters and optimizer states are sharded along `shard` (FSDP). Ranks that differ
-    only in `tensor` see the same examples. `add` and `any` are collectives, which every process must
-    call; without other processes, they send nothing.
+    only in `tensor` see the same examples. `add` and `any` are collectives, which every process must call; without
+    other processes, they send nothing.
     """
 
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):

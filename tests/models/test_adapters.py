@@ -246,8 +246,8 @@ def test_experts_without_an_adapter_are_said_with_their_share():
     model = build(lambda: transformers.Qwen3MoeConfig(**GROUPED, **experts, head_dim=8), on_meta=True)
     n_all = sum(parameter.numel() for parameter in model.parameters())
     n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
-    assert describe_model(model, attention="eager", max_length=8) == []
+    assert describe_model(model, max_length=8) == []
     add_adapter(model, 4, 8, "auto")
-    assert describe_model(model, attention="eager", max_length=8)[1:] == [
+    assert describe_model(model, max_length=8)[1:] == [
         f"warning: the experts, {round(100 * n_experts / n_all)} % of the weights, get no adapter"
     ]

@@ -190,9 +190,9 @@ def test_a_run_says_that_max_length_is_too_long_and_what_an_adapter_trains():
     model = build("llama")
     n = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model) == {"trainable": n, "total": n}
-    assert pretrained.describe_model(model, attention="eager", max_length=2048) == []
+    assert pretrained.describe_model(model, max_length=2048) == []
     add_adapter(model, 4, 8, ["q_proj"])
     trained = 2 * (4 * 32 + 32 * 4)  # layers, A and B
-    length, adapter = pretrained.describe_model(model, attention="eager", max_length=2049)
+    length, adapter = pretrained.describe_model(model, max_length=2049)
     assert length.startswith("warning: max_length=2,049 is more than the 2,048 tokens")
     assert adapter.startswith(f"trainable parameters: 512 of {n + trained:,} ({trained / (n + trained):.2%})")

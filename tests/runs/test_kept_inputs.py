@@ -14,7 +14,7 @@ from dpo.models.generation import load_for_generation
 TEMPLATE = "{{ mark }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path, printed):
+def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on(run, run_dir, tmp_path):
     template, rows = tmp_path / "chat.jinja", [{"prompt": f"{i}", "chosen": "A", "rejected": "B"} for i in range(20)]
     template.write_text(TEMPLATE)
     data = write_rows(tmp_path / "mine.jsonl", rows)
@@ -25,13 +25,12 @@ def test_a_template_that_was_edited_is_neither_exported_nor_asked_nor_trained_on
     assert export([str(run_dir), str(tmp_path / "out")]) == 0
     assert export([str(run_dir), str(tmp_path / "other"), "--template", str(template)]) == 0
     [model] = load_for_generation(run_dir, reference="none")
-    run("run", *settings, "n_examples=8", "resume=auto")
+    run("run", *settings, "n_examples=8", "resume=auto")  # the edited template would not take the argument
 
     assert (tmp_path / "out" / "chat_template.jinja").read_text().endswith(TEMPLATE)
     assert (tmp_path / "other" / "chat_template.jinja").read_text() == template.read_text()
     asked = model.encode(model.write([user("Hi")]), n_new=1)
     assert model.tokenizer.decode(asked) == "x<user>Hi"
-    assert "had when the run began" in printed()
 
 
 def test_a_file_that_a_strangers_config_names_as_template_is_not_read(copied, tmp_path, capsys):
