@@ -16,6 +16,7 @@ from dpo.commands import command, make_parser
 from dpo.errors import InputError
 from dpo.models.export import export
 from dpo.settings.places import check_exists
+from dpo.system.plain_files import resolve_path
 
 
 @command
@@ -28,11 +29,11 @@ def main(arguments: list[str]) -> None:
     if options.hf:
         export(options.path, options.out)
         return
-    checkpoint = options.path.expanduser().resolve()
+    checkpoint = resolve_path(options.path)
     check_exists(checkpoint)
     if not (checkpoint / MANIFEST).exists():
-        checkpoint = (checkpoint / "LATEST").resolve()
-    out = options.out.expanduser().absolute()
+        checkpoint = resolve_path(checkpoint / "LATEST")
+    out = resolve_path(options.out)
     if out.exists():
         raise InputError(f"{out} exists: choose another name")
     manifest = check_complete(checkpoint)

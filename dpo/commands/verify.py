@@ -10,13 +10,14 @@ from pathlib import Path
 from dpo.checkpoint.files import DamagedCheckpoint, check_complete, find_checkpoints
 from dpo.commands import make_parser
 from dpo.redaction import redact
+from dpo.system.plain_files import resolve_path
 
 
 def main(arguments: list[str]) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     status = 0
-    for path in (path.expanduser().resolve() for path in parser.parse_args(arguments).paths):
+    for path in map(resolve_path, parser.parse_args(arguments).paths):
         if not path.exists():
             status = 1
             print(f"missing  {redact(str(path))}")

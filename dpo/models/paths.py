@@ -17,7 +17,7 @@ from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.places import BUILT_IN, HUB_ID, check_exists, find_local
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.validation import read_plan
-from dpo.system.plain_files import check_readable, read_json
+from dpo.system.plain_files import check_readable, read_json, resolve_path
 
 CONFIG = "adapter_config.json"  # in PEFT's format
 POLICY_FILE = "policy.pt"
@@ -85,16 +85,16 @@ def locate_weights(path: str | Path) -> ModelPath:
     """
     given = Path(os.path.expanduser(path))
     check_exists(given)
-    path = _resolve(given)
-    folders = [path, _resolve(path / "LATEST")]
+    path = resolve_path(given)
+    folders = [path, resolve_path(path / "LATEST")]
     if given.name == POLICY_FILE:
-        folders.append(_resolve(given.parent))  # with an adapter there, `policy.pt` lacks the weights of the base
+        folders.append(resolve_path(given.parent))  # with an adapter there, `policy.pt` lacks the weights of the base
     for folder in folders:
         if (folder / CONFIG).is_file():
             with explaining_adapter(folder):
                 base = read_json(folder / CONFIG).get("base_model_name_or_path") or ""
                 if base.endswith(".pt") or Path(base).is_file():  # our runs may name a policy.pt
-                    return ModelPath(archive=_resolve(base), adapter=folder)
+                    return ModelPath(archive=resolve_path(base), adapter=folder)
             return ModelPath(base, adapter=folder)
     return ModelPath(archive=find_archive(path))
 
@@ -102,16 +102,11 @@ def locate_weights(path: str | Path) -> ModelPath:
 def find_archive(archive: str | Path) -> Path:
     """Find the `policy.pt` that a file, directory or run names."""
     check_exists(Path(os.path.expanduser(archive)))
-    path = _resolve(archive)
-    for candidate in (path, path / POLICY_FILE, _resolve(path / "LATEST") / POLICY_FILE):
+    path = resolve_path(archive)
+    for candidate in (path, path / POLICY_FILE, resolve_path(path / "LATEST") / POLICY_FILE):
         if candidate.is_file():
             return candidate
     raise InputError(f"{archive} is neither a policy.pt nor a directory that contains one")
-
-
-def _resolve(path: str | Path) -> Path:
-    """Return an absolute path without links. Path's own methods raise for loops of links, and for unknown users."""
-    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def resolve_name(name: str) -> str:

@@ -20,6 +20,11 @@ from dpo.errors import InputError, explaining
 LONGEST_MARK = 2**14  # bytes at the beginning of a file that `check_own` compares
 
 
+def resolve_path(path: str | Path) -> Path:
+    """Return an absolute path without links. Path's own methods raise for loops of links, and for unknown users."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
+
+
 def check_readable(path: Path) -> None:
     """Raise InputError unless the path is a regular file or links to one: opening a FIFO would block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
