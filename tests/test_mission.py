@@ -248,7 +248,7 @@ GPU2\tSYS\tSYS\t X \t24-47
     [
         ([], {}, "trainer=BasicTrainer", "1 process in float32"),
         ([True] * 8, {"NV12": 28}, "trainer=FSDPTrainer world_size=8 batch_size=64", "8 processes in bfloat16"),
-        ([True, False], {"SYS": 1}, "model.fsdp_policy_mp=float16", "2 processes in float16"),
+        ([True, False], {"SYS": 1}, "model.fsdp_policy_mp=float16", "prefer lora=lora fsdp_frozen_weights=whole"),
         ([True] * 2, {}, "model.fsdp_policy_mp=bfloat16", "prefer lora=lora fsdp_frozen_weights=whole"),
     ],
 )

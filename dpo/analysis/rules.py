@@ -128,14 +128,15 @@ def is_broken(text: str) -> bool:
 
 
 def find_broken_samples(run: LoggedRun) -> str:
-    """All newest samples are broken, or a tenth of them and twice as many as of the reference's."""
+    """All newest samples are broken, or a tenth of them and twice as many as of the reference's, if there are any."""
     samples = run.newest_samples()
     n_policy = sum(is_broken(sample["policy"]) for sample in samples)
-    n_reference = sum(sample["reference"] is not None and is_broken(sample["reference"]) for sample in samples)
+    # a missing answer of the reference counts as broken
+    n_reference = sum(is_broken(sample["reference"] or "") for sample in samples)
     is_usual = n_policy < 0.1 * len(samples) or n_policy < 2 * n_reference
     if not n_policy or (is_usual and n_policy < len(samples)):
         return ""
-    return f"{n_policy} of {count(len(samples), 'sample')}; of the reference {n_reference}"
+    return f"{n_policy} of {count(len(samples), 'sample')}"
 
 
 def find_length_change(run: LoggedRun) -> str:

@@ -12,7 +12,7 @@ from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import load_adapter, make_adapter_context
 from dpo.models.answers import Sampling, TokenIds, choose_sampling, generate
-from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights, resolve_name
+from dpo.models.paths import ModelPath, find_model, find_prompt_format, locate_weights
 from dpo.models.pretrained import DTYPES, check_positions, load_model
 from dpo.models.quantization import quantize
 from dpo.parallel.sharding import choose_device_map
@@ -70,7 +70,7 @@ def load_for_generation(path: str | Path, *, reference: str | None = None, **opt
     policy = find_model(path, hub=True, **options)
     if policy.scalar_head:
         raise InputError(f"{path} is a reward model, which gives no answers: use a policy")
-    tokenizer = _load_tokenizer(policy)
+    tokenizer = load_tokenizer(policy.plan.model.tokenizer, **policy.options, chat=policy.plan.chat)
     sources = {"policy": policy}
     start = None if reference == "none" else _find_start(policy)
     if start is not None:
@@ -84,10 +84,7 @@ def load_for_generation(path: str | Path, *, reference: str | None = None, **opt
         dtype = None  # the dtype in the model's own config
         if source.run_dir is not None or source.archive is not None:
             dtype = DTYPES[plan.model.policy_dtype]
-        init_seed = plan.run.seed if plan.model.random_init else None
-        # A base with another recorded digest is loaded anew, so that `load_model` compares the files with the digest.
-        digest = source.base_digest or policy.base_digest
-        key = (resolve_name(source.name), source.archive, init_seed, plan.quantized, dtype, digest)
+        key = (source.archive, dtype)
         if key not in bases:
             # The run's own attention may need a GPU, unless it is eager.
             attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
@@ -101,10 +98,6 @@ def load_for_generation(path: str | Path, *, reference: str | None = None, **opt
             load_adapter(base, source.adapter, name)
         models.append(LoadedModel(name, base, tokenizer, form, source.adapter and name, source))
     return models
-
-
-def _load_tokenizer(model: ModelPath) -> Any:
-    return load_tokenizer(model.plan.model.tokenizer, **model.options, chat=model.plan.chat)
 
 
 def _find_start(policy: ModelPath) -> ModelPath | None:

@@ -12,7 +12,7 @@ class ReportWriter(Callback):
 
     def on_end(self) -> None:
         try:
-            from dpo.analysis.page import write_report  # jinja2, which only this needs, may be broken too
+            from dpo.analysis.page import write_report  # here, as no broken library may end the run
 
             self.log(f"report: {write_report([self.run_dir], self.run_dir / REPORT.parent)}")
         except Exception as error:  # no failure may end a run that has trained

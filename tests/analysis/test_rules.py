@@ -87,7 +87,7 @@ FAULTS = (  # beginning of the rule's title, a run that has this fault alone, an
     ("The run ended within", changed(HEALTHY, **train(lr=lambda k: 1e-8 * k / 10)),
      "lr 1e-07 and rising"),
     ("Samples are empty", changed(HEALTHY, **sampled(["", " \n"] * 4 + ANSWERS[8:])),
-     "8 of 16 samples; of the reference"),
+     "8 of 16 samples"),
     ("Samples are empty", changed(HEALTHY, **sampled([""] * 16, [None] * 16)), "16 of 16 samples"),
     ("Samples have changed", changed(HEALTHY, **sampled([answer * 2 for answer in ANSWERS])),
      "21 words on average"),
@@ -127,6 +127,7 @@ SOUND = (
     # The scorer may contradict held-out labels.
     changed(HEALTHY_ONLINE, **held_out(evaluate(2.0, 0.3))),
     LoggedRun(Path("run"), "made", config=CONFIG),  # nothing was logged
+    changed(HEALTHY, **sampled(["", "", *ANSWERS[2:]], [None] * 16)),  # as they may have been before training
     # The margins grow by what chosen lose.
     changed(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
     # This loss holds chosen up.

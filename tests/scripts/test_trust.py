@@ -62,7 +62,7 @@ TOOLS = {
 @pytest.mark.parametrize("tool", [t if t == "sample" else slow(t) for t in TOOLS])
 def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
     name, arguments = TOOLS[tool]
-    places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}
+    places = {"run": elsewhere / name, "out": tmp_path / "out"}
     command = ["-m", "dpo", *(argument.format(**places) for argument in arguments)]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     proof = elsewhere / "proof"
