@@ -7,6 +7,7 @@ from typing import Any
 
 from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss, Losses, list_options, list_parameters
+from dpo.system.plain_files import resolve_path
 from dpo.system.users_code import hash_code, load_module
 
 Rows = Iterable[Mapping]
@@ -78,7 +79,7 @@ def _add(what: str, name: str, added: Any, table: dict) -> None:
 def run_plugins(files: Sequence[str]) -> None:
     """Run each file that has not yet run in this process. Raises InputError for one that fails."""
     for name in files:
-        file = Path(name).expanduser().resolve()
+        file = resolve_path(name)
         if file not in _digests:
             load_module(file, f"plugins: {file} cannot be run")
             _digests[file] = hash_code(file)

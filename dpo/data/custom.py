@@ -252,9 +252,7 @@ class Reader:
                 raise InputError("a response must end with a message of the assistant: correct it")
             # otherwise the prompt could not end with the head of an answer
             if len({each[0]["role"] == "assistant" for each in responses}) > 1:
-                raise InputError(
-                    "some responses begin with an answer and others do not: take off what repeats the prompt"
-                )
+                raise InputError("some responses begin with an answer and others do not: correct it")
         if SYSTEM in used and row.get(used[SYSTEM]) not in (None, ""):
             system = get_field(row, used[SYSTEM])
             if isinstance(prompt, str):

@@ -24,7 +24,7 @@ SAMPLE_SIZE = 1_000  # examples whose tokens are counted, of a split with more t
 COUNTED_WHOLE = 10_000  # most examples of a split whose tokens are all counted
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 SHORTEST_ANSWER = 20  # characters that count; two shorter answers, such as "Yes.", may be equal by chance
-NOT_COUNTED = re.compile(r"[^\w+=<>^$|~]|_")  # all but letters, digits, and signs such as in 1+1=2
+NOT_COUNTED = re.compile(r"[\s!-#%-*,-/:;?@\[-\]_{}¡§«¶·»¿‐-‧‹›、-。〈-】।؟،]+")  # white space and punctuation
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
     "contradictory_examples": "another example of the prompt says the opposite: remove one of them",

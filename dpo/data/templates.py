@@ -181,7 +181,8 @@ def spell(text: str) -> Iterator[str]:
 class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        end = match_any(list_end_strings(tokenizer)).pattern
+        self._end = match_any(list_end_strings(tokenizer))
+        end = self._end.pattern
         # the first of the end tokens with which a turn ends, and an end token that only begins the next turn
         self._closing_end = re.compile(rf"(?:{end})(?=(?:{end}|\s)*\Z)")
         self._next_end = re.compile(rf"\s*(?:{end})")
@@ -332,10 +333,10 @@ class ChatTemplate:
             turn = dialogue
             if i < len(chat) - 1:  # some templates write EOS after the last turn alone
                 turn = remove_final_eos(apply(chat[: i + 1]), self.tokenizer)
+            # some templates end every chat with the head of an answer, which is before this turn too
+            closed = turn.removesuffix(self._end.split(dialogue[:begin])[-1])
             if not dialogue.startswith(turn):  # an earlier turn is rendered differently
                 raise TemplateRejects
-            # some templates end every chat with the head of an answer, which is before this turn too
-            closed = turn.removesuffix(self._next_end.split(dialogue[:begin])[-1])
             token = self._closing_end.search(closed, begin) or self._next_end.match(dialogue, len(turn))
             return begin, token.end() if token else len(turn)
 
@@ -354,7 +355,8 @@ class ChatTemplate:
                     cuts += (scored_end - start, begin - start)
                 scored += dialogue[begin:end]
                 scored_end = end
-        if not self._next_end.sub("", scored).strip():
+        # an answer without content may continue a begun one, to say that it ends there
+        if not scored or (answer[-1]["content"].strip() and not self._end.sub("", scored).strip()):
             raise InputError(
                 "nothing of a response is scored, by weight=0, train=false or the chat template: correct it"
             )

@@ -49,7 +49,7 @@ from dpo.redaction import redact
 from dpo.settings.keys import KEYS, ResumeRule
 from dpo.settings.places import BUILT_IN, HUB_ID, Source
 from dpo.settings.plan import Plan
-from dpo.system.plain_files import read_json, replacing, write_json
+from dpo.system.plain_files import read_json, replacing, resolve_path, write_json
 from dpo.system.run_directory import read_run_facts
 from dpo.system.waiting import barrier_before_exit, meet_rank_0
 
@@ -123,7 +123,7 @@ def export(
     set. `verify` compares files with the checkpoint's checksums. Raises InputError if the checkpoint cannot be exported
     or `out` is not empty, and RunError if writing fails.
     """
-    out = Path(os.path.realpath(Path(out).expanduser()))  # a directory could not replace a link
+    out = resolve_path(out)  # a directory could not replace a link
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or use another directory")
     source = find_model(checkpoint, **options)

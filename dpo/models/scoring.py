@@ -23,6 +23,7 @@ from dpo.models.answers import Answer
 from dpo.models.pretrained import disable_dropout, list_limits, load_onto, model_digest, refuse_missing_weights
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
+from dpo.system.plain_files import resolve_path
 from dpo.system.users_code import hash_code, load_module, run_users_code
 from dpo.system.waiting import after_rank_0, check_alike, from_rank_0, is_rank_0
 
@@ -265,7 +266,7 @@ def load_scorer(plan: Plan, device: torch.device | str, *, rows: int) -> Scorer:
         )
     if online.scorer == "function":
         path, _, name = online.function.rpartition(":")
-        file = Path(path or name).expanduser().resolve()  # without ":NAME", it is refused as the function's name
+        file = resolve_path(path or name)  # without ":NAME", it is refused as the function's name
         # Rank 0 scores all answers: other ranks do not load the function.
         score = load_function(file, name) if is_rank_0() else None
         own_digest = hash_code(file) if file.is_file() else None

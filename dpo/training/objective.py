@@ -240,8 +240,6 @@ class Objective:
         return self.reference.model if self.reference and self.reference.model is not self.policy else None
 
     def state_dict(self) -> dict:
-        # A resumed run could not find out by comparison whether the models are equal: a policy that was trained may
-        # equal the reference once it is rounded to the reference's dtype.
         return {"models_are_equal": self.models_are_equal, "average": self.average}
 
     def load_state_dict(self, state: Mapping) -> None:

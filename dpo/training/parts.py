@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from dpo.checkpoint.resume import config_for_manifest, inputs_for_manifest
 from dpo.checkpoint.saver import Checkpoints, ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.data.preflight import TrainingData
@@ -58,11 +56,9 @@ class TrainerParts(RunState):
         self.stop = StopRequest(mesh)
         policy, reference = self._make_models(models, resume_from)
         self.policy = policy
-        # The plan loads both models from the same weights; a caller's models may differ.
-        are_loaded = not any(isinstance(model, nn.Module) for model in models or ())
-        self.objective = make_objective(
-            plan, policy, reference, data, mesh, models_are_equal=are_loaded and reference is not None
-        )
+        # The plan has both models begin with the same weights; a caller's models may differ.
+        models_are_equal = models is None and reference is not None
+        self.objective = make_objective(plan, policy, reference, data, mesh, models_are_equal=models_are_equal)
         self.optimizer = make_optimizer(plan.training, policy)
         facts = from_rank_0(read_run_facts(Path(plan.run.local_run_dir)))
         data_size = facts.get("data_size") or mesh.data_size  # of the first attempt, so that its learning rate stays

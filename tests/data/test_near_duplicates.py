@@ -35,6 +35,7 @@ def find(tokenizer, train: list[Prompt], test: list[Prompt]) -> SplitReport:
         (f"{KEPT} Thanks!", KEPT, False),
         ("?!", "...", False),
         ("3 + 4?", "3 - 4?", False),
+        ("वह खाता है 😀", "वह खाती है 😀", False),  # vowel signs
     ],
 )
 def test_a_prompt_is_found_that_differs_in_case_punctuation_and_white_space(tokenizer, held_out, training, is_alike):
