@@ -42,6 +42,7 @@ def test_a_rank_0_that_hangs_while_it_works_alone_ends_the_run_after_a_stated_ti
 
 
 def stop_on_rank_0(rank: int, world_size: int, wait: Callable) -> None:
+    torch.distributed.barrier()  # until rank 1 has joined the group: joining has no time limit of its own
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     wait("a place")
