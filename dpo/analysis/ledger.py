@@ -17,6 +17,7 @@ from dpo.system.plain_files import check_readable, replacing
 
 STREAM = "ledger.arrows"
 PARQUET = "ledger.parquet"
+N_LISTED = 10  # most pairs in each list of a summary
 SCHEMA = pa.schema(  # values that an example does not have are null
     {
         "example": "string",
@@ -123,13 +124,13 @@ class LedgerSummary(NamedTuple):
     truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again that were never ranked right
-    never_flipped: list[dict]  # as `_list_pairs` returns them; both lists have at most ten
+    never_flipped: list[dict]  # as `_list_pairs` returns them; both lists have at most N_LISTED
     n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[dict]
 
 
 def summarize_ledger(table: pa.Table) -> LedgerSummary:
-    """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most ten.
+    """Count a ledger's examples, and find pairs that were ranked wrong at every visit; each list has at most N_LISTED.
 
     Ties, and visits before the first update, say nothing about a pair, so they are left out when pairs are judged.
     """
@@ -168,9 +169,9 @@ def summarize_ledger(table: pa.Table) -> LedgerSummary:
         truncated=len(table.filter(table["truncated"])["example"].unique()),
         n_seen_again=(pairs["n_visits"] >= 2).sum(),
         n_never_flipped=len(never_flipped),
-        never_flipped=_list_pairs(table, never_flipped.head(10)),
+        never_flipped=_list_pairs(table, never_flipped.head(N_LISTED)),
         n_suspected_noise=len(suspected_noise),
-        suspected_noise=_list_pairs(table, suspected_noise.head(10)),
+        suspected_noise=_list_pairs(table, suspected_noise.head(N_LISTED)),
     )
 
 

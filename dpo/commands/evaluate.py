@@ -42,6 +42,7 @@ from dpo.system.plain_files import read_json
 from dpo.system.run_directory import timestamp
 
 JUDGES = "human, verdicts:FILE, reward_model:DIR, function:FILE.py:NAME or a URL"
+N_LABELLED = 100  # most labelled pairs on which a judge is tested
 # These options decide which answers are drawn.
 SAMPLING_OPTIONS = ("prompts", "limit", "seed", "temperature", "top_p", "top_k", "max_new_tokens")
 
@@ -132,7 +133,7 @@ def judge_answers(options: Any) -> None:
     if n_invalid:
         sentences.append(f"{count(n_invalid, 'pair')} without a valid verdict did not count.")
     agreement = None
-    labelled = list_labelled(prompts, policy.tokenizer)[:100]
+    labelled = list_labelled(prompts, policy.tokenizer)[:N_LABELLED]
     if labelled and kind != "verdicts":  # a file has verdicts only on the answers that were drawn
         # The chosen response comes first, so that 1 is agreement with the label.
         label_scores = [verdict.score for verdict in judge(labelled) if verdict.score is not None]

@@ -250,6 +250,7 @@ def _run_in_group(
         with suppress(dist.DistError, TimeoutError):  # rank 0, which serves the store, may have ended, or be suspended
             store.set(waiting.FAILURE_KEY, "")  # so that ranks that wait for this one give up
             if status == LOST_CONTACT:
+                # In a thread, as a store whose process is suspended answers no call, and a call has no time limit.
                 silent_ranks = ThreadPoolExecutor().submit(_name_silent_ranks, store, rank, world_size)
                 message += silent_ranks.result(2 * GRACE_SECS)
     return status, message

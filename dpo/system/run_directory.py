@@ -52,7 +52,7 @@ FACT_TYPES = {
     "data_size": (int, NoneType),  # the number of processes that saw different examples when the run began
     "sampled_at": (int, NoneType),  # number of examples after which the last samples were drawn
 }
-# Their versions matter.
+# `env.json` and `dpo doctor` have their versions.
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate peft bitsandbytes"
 
 
