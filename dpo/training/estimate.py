@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, explaining_library, one_sentence
@@ -27,7 +24,14 @@ from dpo.parallel.mesh import CollectiveCounter, Mesh, fake_processes
 from dpo.parallel.sharding import clip_gradient, find_blocks, step_optimizer
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batches
-from dpo.training.memory import Bytes, count_all, decide_frozen_weights, find_peak, read_batches
+from dpo.training.memory import (
+    Bytes,
+    count_all,
+    decide_frozen_weights,
+    find_peak,
+    read_batches,
+    use_plain_attention,
+)
 from dpo.training.objective import Objective, Reference
 from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import make_reference_logps, place
@@ -35,7 +39,6 @@ from dpo.training.parts import make_reference_logps, place
 # The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
 # blocks of two kinds may alternate.
 SMALL, LARGE = 2, 4
-PLAIN_ATTENTION = "plain_sdpa"  # the name under which `simulate` registers transformers' SDPA
 LATENCY_SECS = 20e-6  # time of a collective besides that of sending its bytes
 
 
@@ -141,9 +144,7 @@ def simulate(
     def distribute_fake(model: Any, compute_dtype: str) -> Any:
         """Distribute a model as a run does, with fake tensors as its weights."""
         if model.config._attn_implementation == "sdpa":  # ours for CPUs reads values, which fake tensors do not have
-            AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
-            AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
-            model.set_attn_implementation(PLAIN_ATTENTION)
+            use_plain_attention(model)
         is_whole = frozen == "whole"
         return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 

@@ -1,5 +1,6 @@
 """The memory that updates need, and settings that reduce it."""
 
+import logging
 import math
 import traceback
 from collections import Counter
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
@@ -39,12 +42,16 @@ Bytes = Counter[str]  # memory of a process in bytes, by purpose
 FRAGMENTATION_SHARE = 0.3  # memory lost to fragmentation on a CPU, as a share of the allocated; measured on SmolLM2
 # On a GPU, a step of any other optimizer computes a temporary value for each weight, for all weights at once.
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")
+PLAIN_ATTENTION = "plain_sdpa"  # the name under which transformers' SDPA is registered a second time
 MAX_WEIGHTS_SHARE = 0.5  # frozen weights are whole if everything but activations fits into this share of a GPU
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: searching all would take long
 WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
     "a larger gradient_accumulation_steps, activation_checkpointing=true, cache_reference_logps=all, lora=lora, a "
     "smaller max_length or model, or more processes with trainer=FSDPTrainer"
 )
+
+
+logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # errors are explained in `count_activations`
 
 
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
@@ -254,8 +261,8 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     is_simulated = plan.dims.tensor_size > 1 and not dist.is_initialized()
     try:
         with fake_processes(plan.dims) if is_simulated else nullcontext() as mesh:
-            kept = _run_on_meta(plan, policy, layout, microbatch, mesh)
-    except Exception as error:  # a model's own code may raise anything on the meta device
+            kept = _run_on_fakes(plan, policy, layout, microbatch, mesh)
+    except Exception as error:  # a model's own code may raise anything on tensors without values
         # Memory is counted as if the inputs and outputs of all matrices of the model were kept.
         width = sum(sum(parameter.shape[-2:]) for parameter in policy.base_model.parameters() if parameter.ndim > 1)
         kept = width * microbatch.n_tokens * compute_size
@@ -270,83 +277,42 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
     return Counter(activations=kept, block_backward=block_backward), notes
 
 
-def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
-    """Run a forward pass on the meta device, and count the bytes that it keeps for a backward pass.
+def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
+    """Run a forward pass on tensors without values, and count the bytes that it keeps for a backward pass.
 
-    This changes `policy`, which is on the meta device: its dtype, its attention and, under tensor parallelism, its
-    weights.
+    This changes `policy`: its weights become fake tensors on the CPU, in another dtype and with another attention.
     """
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
-    if policy.config._attn_implementation not in ("eager", "sdpa"):  # other kernels keep about as much as SDPA
-        policy.set_attn_implementation("sdpa")
-    if mesh is not None:
-        cut_modules(dict(policy.named_modules()), find_plan(policy), mesh.device_mesh["tensor"])
-    weight_storages = {local_tensor(tensor).untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
+    if policy.config._attn_implementation != "eager":  # other kernels keep about as much as SDPA
+        use_plain_attention(policy)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    autocast = torch.autocast("cpu", DTYPES.get(plan.model.autocast), enabled=plan.model.autocast is not None)
     kept = set()  # storages, so that views count once
 
     def keep(tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves for the backward pass."""
         if tensor.ndim == 0 or tensor.shape[-1] != vocabulary:  # `count_logits` counts logits
-            kept.add(tensor.untyped_storage())
+            kept.add(local_tensor(tensor).untyped_storage())
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _EmulatedOnMeta(DTYPES.get(plan.model.autocast)):
-        layout.forward(policy.train(), microbatch.to("meta").inputs)
-    return sum(storage.nbytes() for storage in kept - weight_storages)
+    with fake, autocast, saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.to_empty(device="cpu")
+        if mesh is not None:
+            cut_modules(dict(policy.named_modules()), find_plan(policy), mesh.device_mesh["tensor"])
+        layout.forward(policy.train(), microbatch.inputs)
+    weights = {local_tensor(tensor).untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
+    return sum(storage.nbytes() for storage in kept - weights)
 
 
-AUTOCAST_FUNCTIONS = {  # functions that autocast computes in its dtype
-    F.linear,
-    torch.matmul,
-    Tensor.matmul,
-    torch.bmm,
-    torch.baddbmm,
-    torch.addmm,
-    torch.einsum,
-    F.scaled_dot_product_attention,
-}
-
-
-class _EmulatedOnMeta(TorchFunctionMode):
-    """Gives the meta device what it lacks: autocast (None: off) and fused attention."""
-
-    def __init__(self, autocast: torch.dtype | None):
-        super().__init__()
-        self.autocast = autocast
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with its inputs cast as autocast does; attention keeps what fused kernels keep."""
-        kwargs = kwargs or {}
-        if self.autocast and function in AUTOCAST_FUNCTIONS:
-            args = [self._cast(value) for value in args]
-            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
-        if function is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3], args[3] if len(args) > 3 else kwargs.get("attn_mask"))
-        return function(*args, **kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        """Cast a floating-point tensor to the dtype of autocast; any other value stays."""
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self.autocast)
-        return value
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Attention that keeps for its backward pass what fused kernels keep.
-
-    Its output has no values, and it has no backward pass, as only the forward pass is run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Tensor:
-        rows, heads, length, _ = query.shape
-        out = value.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
-        ctx.save_for_backward(query, key, value, mask, out)
-        return out
+def use_plain_attention(model: Any) -> None:
+    """Let a model use transformers' SDPA in place of ours for CPUs, which reads values."""
+    AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(PLAIN_ATTENTION)
 
 
 def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:
