@@ -25,6 +25,7 @@ from dpo.redaction import redact
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 TROUBLE = re.compile("^(warning|error|bad configuration)(?=:)", re.MULTILINE)  # words that get a color on a terminal
+CGROUPS = "/sys/fs/cgroup"  # the root of the groups of processes
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # files of the drivers of NVIDIA, NVIDIA under WSL, and AMD
 
 
@@ -185,9 +186,20 @@ def release_freed_memory() -> None:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the machine's memory as (total, available) in bytes; a container may allow less."""
+    """Return the machine's memory, or what a container or a job may use of it (cgroup v2), as (total, available)."""
     sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
-    return int(sizes["MemTotal"]) * 1024, int(sizes["MemAvailable"]) * 1024
+    total, available = int(sizes["MemTotal"]) * 1024, int(sizes["MemAvailable"]) * 1024
+    own_group = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+    group = Path(CGROUPS, own_group)
+    for folder in (group, *group.parents):  # the limits of outer groups count too
+        with suppress(OSError, ValueError):  # no limit: there is no file, or it says "max"
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+            counts = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
+            total = min(total, limit)
+            # cached files count as used, but give way
+            available = min(available, limit - used + int(counts["inactive_file"]))
+    return total, available
 
 
 def find_device_memory(world_size: int, *, multi_process: bool) -> int:
