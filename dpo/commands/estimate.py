@@ -20,16 +20,15 @@ import numpy as np
 from dpo.analysis.runs import read_run
 from dpo.commands import command, make_parser
 from dpo.data.preflight import load_data
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.loading import find_model_config
 from dpo.numbers import count
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.command_line import check_command_line, parse_key
-from dpo.settings.keys import dotted
 from dpo.settings.places import check_exists
 from dpo.settings.plan import Plan, make_plan
 from dpo.settings.validation import find_problems, read_plan
-from dpo.system.plain_files import has_form, read_json
+from dpo.system.plain_files import read_json
 from dpo.training.estimate import RATES, Estimator, Rates, estimate_seconds
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
@@ -40,17 +39,6 @@ TRIED = (  # keys that the command sets itself, most of them to several values i
 SHOWN = (
     "trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps", "activation_checkpointing",
 )  # fmt: skip
-NUMBER = (int, float)
-RATES_FORM = {
-    "memory_gb": NUMBER,
-    "tflops.bfloat16": NUMBER,
-    "tflops.float16": NUMBER,
-    "tflops.float32": NUMBER,
-    "memory_gb_per_s": NUMBER,
-    "machine_gb_per_s": NUMBER,
-    "network_gb_per_s": NUMBER,
-    "gpus_per_machine": int,
-}
 COLUMNS = "{:<60} {:>6} {:>8} {:>9} {:>6} {:>8}"
 
 
@@ -103,19 +91,16 @@ def main(arguments: list[str]) -> None:
 def read_rates(path: Path) -> dict:
     """Read rates of GPUs from a file, and add RATES for other GPUs."""
     check_exists(path)
-    entries = read_json(path)
-    if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
-        raise InputError(f"--rates {path} must map names of GPUs to mappings of rates")
+    problem = f"--rates {path} must map names of GPUs to their rates"
     rates = {**RATES}
-    for name, entry in entries.items():
-        numbers = dict(dotted(entry))
-        has_all = entry.keys() == {*Rates._fields} and numbers.keys() == RATES_FORM.keys()
-        if not (has_all and has_form(numbers, RATES_FORM) and min(numbers.values()) > 0):
-            raise InputError(
-                f"--rates {path}: {name} must have the positive numbers {', '.join(RATES_FORM)}, of which tflops is a "
-                f"mapping"
-            )
-        rates[name.lower()] = Rates(**entry)
+    with explaining_library(lambda error: InputError(f"{problem}: {one_sentence(error)}")):
+        for name, entry in read_json(path).items():
+            given = Rates(**entry)
+            numbers = [given.tflops[dtype] for dtype in RATES["h100"].tflops]
+            numbers += [rate for key, rate in entry.items() if key != "tflops"]
+            if not min(numbers) > 0:
+                raise ValueError(f"{name} has a rate of {min(numbers)}")
+            rates[name.lower()] = given
     return rates
 
 
