@@ -28,6 +28,7 @@ from dpo.settings.places import HUB_ID, find_local
 from dpo.settings.plan import UNCOUNTED, Plan, make_plan, resolve
 from dpo.settings.validation import find_alias, find_problems, find_value_problem
 from dpo.system.host import is_launched_as_rank_0
+from dpo.system.launching import find_rank_env
 
 MULTIRUN, HELP, VERSION = ("-m", "--multirun"), ("-h", "--help"), "--version"
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
@@ -237,6 +238,8 @@ def check_line(line: CommandLine) -> Plan | None:
             name = file.relative_to(line.config_dir)
             if (CONFIG_DIR / name).exists():
                 problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
+    if line.is_sweep and find_rank_env():
+        problems.append("a sweep (-m) starts the processes of each job itself: run it without a launcher")
     typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
     experiment = typed.get("experiment")
     # An experiment NAME beside NAME_lora has a learning rate for all weights; NAME_lora has the one for an adapter.

@@ -124,6 +124,13 @@ def test_all_jobs_are_checked_before_the_first_starts():
     ]
 
 
+def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    [problem] = find_refusals(f"{NEEDED} -m loss=dpo loss.beta=0.1,0.5")
+    assert problem.endswith("run it without a launcher")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_run_dir", [True, False])
 def test_a_failed_job_costs_no_other_one(has_run_dir, command, tmp_path):
