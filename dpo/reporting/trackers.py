@@ -19,14 +19,11 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class TensorBoardLogger(Callback):
+    _writer: Any = None  # until the first point
+
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.plan.tensorboard and not context.plan.run.debug
-
-    def on_start(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), flush_secs=FLUSH_SECS)
 
     def on_update(self, update: Update) -> None:
         self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
@@ -36,11 +33,19 @@ class TensorBoardLogger(Callback):
 
     def _log(self, metrics: Mapping[str, float], n_examples: int) -> None:
         """Add a point at the step `n_examples` to the curve of each metric."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # `purge_step` hides what an earlier process logged from this step on, as this one logs it again
+            self._writer = SummaryWriter(
+                str(self.run_dir / "tensorboard"), purge_step=n_examples, flush_secs=FLUSH_SECS
+            )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)
 
     def on_end(self) -> None:
-        self._writer.close()
+        if self._writer:
+            self._writer.close()
 
 
 class WandbLogger(Callback):

@@ -1,4 +1,4 @@
-"""TensorBoard shows what `metrics.jsonl` has."""
+"""TensorBoard shows what `metrics.jsonl` has, once."""
 
 from pathlib import Path
 
@@ -26,10 +26,14 @@ def logged(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_continued_shows_all(run, run_and_stop, run_dir):
-    settings = ("tensorboard.enabled=true", "n_examples=32")
+def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run, run_and_stop, run_dir, tmp_path):
+    settings = ("tensorboard.enabled=true", "save_every=4", "n_examples=32")
     run_and_stop("run", *settings, after=5)
+    for step in ("step-20", "step-16"):  # as if it had been killed after the fifth update, with the fourth saved last
+        (run_dir / step).rename(tmp_path / step)
+
     run("run", *settings, "resume=auto")
+
     assert len(list((run_dir / "tensorboard").iterdir())) == 2
     shown, expected = scalars(run_dir), logged(run_dir)
     assert {"loss/train", "loss/eval", "rewards_train/margins", "lr", "grad_norm"} <= shown.keys() == expected.keys()
