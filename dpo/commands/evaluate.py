@@ -8,6 +8,7 @@ JUDGE_API_KEY or OPENAI_API_KEY. The same command continues an interrupted evalu
 Exit status: 0, 1 a failure, 2 bad input, 130 Ctrl-C.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,9 @@ def main(arguments: list[str]) -> None:
     add_sampling_options(parser)
     option("--batch-size", type=parse_count, default=16, help="prompts answered at a time (default: 16)")
     option(
-        "--template", default="helpful", help="what a server is asked: helpful, paper_dialogue, paper_summary, a file"
+        "--template",
+        default="helpful",
+        help="what a server is asked: a file, or helpful, paper_dialogue, paper_summary or paper_summary_concise",
     )
     option("--judge-model", metavar="NAME", help="the server's model; a URL needs it")
     option("--parallel", type=parse_count, default=8, help="calls of a server at a time (default: 8)")
@@ -100,7 +103,10 @@ def judge_answers(options: Any) -> None:
     with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; choose another --out")):
         folder.mkdir(parents=True, exist_ok=True)
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
-    check_files(folder, kind)
+    name = kind  # of the result's files
+    if options.other and kind != "human":
+        name += "-" + re.sub(r"\W+", "-", other.name)[-60:]
+    check_files(folder, name)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
     prompts = load_prompts(policy, options)
     sampling = policy.choose_sampling(options)
@@ -160,7 +166,7 @@ def judge_answers(options: Any) -> None:
         "rates": rates,
     }
     numbers = {**summary._asdict(), "agreement": agreement, "invalid": n_invalid, "flipped": n_flipped}
-    page = write_result(folder, kind, facts, numbers, pairs, verdicts)
+    page = write_result(folder, name, facts, numbers, pairs, verdicts)
     print(*sentences, f"page: {page}", sep="\n")
 
 

@@ -22,6 +22,7 @@ from dpo.models.adapters import make_adapter_context
 from dpo.models.answers import Answer, Sampling, TokenIds, format_for_readers, generate, list_end_tokens
 from dpo.models.generation import LoadedModel
 from dpo.models.pretrained import model_digest
+from dpo.redaction import shorten
 from dpo.settings.places import Source
 from dpo.system.plain_files import JsonLinesStore
 
@@ -104,7 +105,7 @@ def encode_for(model: LoadedModel, prompt: Prompt, tokenizer: Any | None, *, n_n
     """
     text = prompt.text
     if tokenizer is not model.tokenizer:
-        with naming_place(f"the prompt {prompt.written[:80]!r}"):
+        with naming_place(f"the prompt {shorten(prompt.written)}"):
             text = model.write(prompt.messages or make_chat(prompt, "")[:-1])  # without the empty answer
     with suppress(InputError):
         return model.encode(text, n_new=n_new)

@@ -15,7 +15,7 @@ FORM = {  # where people judge
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
 }
-RESULT = {  # {} is the kind of judge
+RESULT = {  # {} is the kind of judge, and the name of the other model if one is given
     "evaluation-{}.html": ".* against .* · evaluation</title>",
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
@@ -23,15 +23,15 @@ RESULT = {  # {} is the kind of judge
 MOST_SHOWN = 100  # pairs on the page; the files have all
 
 
-def check_files(folder: Path, kind: str) -> None:
-    """Raise InputError if a file that this kind of judge writes would replace a file that is not ours."""
-    files = FORM if kind == "human" else RESULT
-    for name, mark in files.items():
-        check_own(folder / name.format(kind), mark)
+def check_files(folder: Path, name: str) -> None:
+    """Raise InputError if a file of the result `name`, or of the form, would replace a file that is not ours."""
+    files = FORM if name == "human" else RESULT
+    for file, mark in files.items():
+        check_own(folder / file.format(name), mark)
 
 
 def write_result(
-    folder: Path, kind: str, facts: dict, numbers: dict, pairs: list[Pair], verdicts: list[Verdict]
+    folder: Path, name: str, facts: dict, numbers: dict, pairs: list[Pair], verdicts: list[Verdict]
 ) -> Path:
     """Write the files of a result, and return the path of its page.
 
@@ -53,10 +53,10 @@ def write_result(
         lines.append({"pair": pair.id, "prompt": pair.question, **verdict._asdict()})
     # Cards are sorted by score; those without a verdict come last.
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
-    page = folder / f"evaluation-{kind}.html"  # so that one judge does not replace the result of another
+    page = folder / f"evaluation-{name}.html"  # so that one judge does not replace the result of another
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
     write_file(page, fill_template("judging/result.html.jinja", context))
-    write_lines(folder / f"judged-{kind}.jsonl", lines)
+    write_lines(folder / f"judged-{name}.jsonl", lines)
     write_file(page.with_suffix(".json"), json.dumps({**facts, **numbers}, indent=2).encode())
     return page
 

@@ -63,7 +63,8 @@ def test_a_run_is_judged_by_a_function_on_its_held_out_prompts_beside_its_start(
     assert page.count('class="card"') == len(answers) // 2 + len(result["rates"])
 
     assert evaluate(run_dir, run_dir, "--judge", "function:mine.py:score") == 0
-    assert read_result()["ties"] == result["n"]  # the run beside itself: equal answers, the first of which are kept
+    [file] = Path("out").glob("evaluation-function-*.json")  # the other result is kept
+    assert read_json(file)["ties"] == result["n"]  # the run beside itself: equal answers, the first of which are kept
     assert len(Path("out/answers.jsonl").read_text().splitlines()) == len(answers)
 
 
@@ -113,7 +114,7 @@ def test_prompts_of_a_file_are_asked_of_any_two_models_that_have_room_for_them(r
     write_rows(Path("asked.jsonl"), [*rows, {"prompt": "Where? " * 40, "chosen": "Here.", "rejected": "There."}])
     arguments = ["--judge", "function:mine.py:score", "--prompts", "asked.jsonl", *SHORT]
     assert main(["first", "second", *arguments]) == 0
-    result = read_result()
+    result = read_result("function-second")
     assert (result["n"], result["agreement"][0]) == (5, 0)  # the judge likes the longer answer, which is rejected
     assert "1 prompt left out, too long" in capsys.readouterr().out
     assert main(["first", "second", *arguments, "--max-new-tokens", "40"]) == 2
