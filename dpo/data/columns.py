@@ -130,6 +130,13 @@ def recognize(
         )
     if "rejected" not in form or not sides:
         verdict, sides = "", {}
+    named = {_find_side(row.get(verdict)) for row in objects} - {""}
+    # 0 and 1 beside response_1 and response_2 may be the first and the second, or a tie and the first
+    if named - sides.keys() and sides.keys() - named:
+        raise InputError(
+            f"{origin}: {verdict} has the values {', '.join(sorted(named))}, which may name "
+            f"{' or '.join(sides.values())} in two ways: write the names of these columns"
+        )
     fields = [*form, TOOLS]
     if "prompt" in form:
         fields.append("input")

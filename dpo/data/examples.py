@@ -18,6 +18,7 @@ from dpo.data.templates import TemplateRejects, apply_template, render_until_ans
 from dpo.data.tokenization import TextEncoder, Tokens, refuse_eos
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
+from dpo.redaction import shorten
 
 ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among its prompt's examples)
 TextExample = tuple[Prompt, int]  # a prompt, and the index of one of its examples; of a prompt without any, 0
@@ -176,7 +177,7 @@ def encode_examples(
     for prompt, index in examples:
         if prompt.apart:
             responses = [[ids[text]] for text in prompt.texts(index).values()]
-            tokens = Tokens(ids[prompt.text], responses, crosses=False)
+            tokens = Tokens(ids[prompt.text], responses)
         else:
             tokens = next(conversations)
             tokens = tokens._replace(responses=[tokens.responses[i] for i in prompt.roles(index).values()])
@@ -213,7 +214,7 @@ def _make_example(
         cuts = tuple(min(end, len(response)) for end in ends)
         if count_unscored(cuts) == len(response):  # raised before a run, as `SplitCounter` encodes each such example
             raise InputError(
-                f"the response that begins with {text[:80]!r} is cut off before the assistant's first word: raise "
+                f"the response {shorten(text)} is cut off before the assistant's first word: raise "
                 f"max_length, or remove the record"
             )
         all_cuts.append(cuts)

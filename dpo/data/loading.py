@@ -14,6 +14,7 @@ from dpo.numbers import count
 from dpo.plugins import DATASETS, READERS
 from dpo.settings.places import BUILT_IN, Source, find_source
 from dpo.settings.plan import Plan
+from dpo.system.users_code import run_users_code
 
 ENTRY_READERS = {"hh": read_hh, "shp": read_shp}  # for datasets with a file or Hub split for each of our splits
 CUT_AT_END = ("shp", "se")  # datasets whose prompts lose their end, as in the reference code
@@ -95,7 +96,7 @@ def load_splits(
 def _has_test_split(name: str, source: Source, cache_dir: str | None) -> bool:
     """Whether a dataset has a test split of its own."""
     if not source.path:
-        return name in BUILT_IN or DATASETS[name]("test") is not None
+        return name in BUILT_IN or _load_plugin_rows(name, "test") is not None
     if source.has_no_splits:
         return name == "se"  # it makes its own test split
     return name in BUILT_IN or has_split(source, "test", cache_dir)
@@ -130,7 +131,7 @@ def read_rows(
     returns None are left out, and an error stands in place of a row for which it fails.
     """
     if not source.path:
-        return list(DATASETS[name](split) or ())
+        return _load_plugin_rows(name, split) or []
     rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows
@@ -141,6 +142,16 @@ def read_rows(
         except Exception as error:  # the user's code may raise anything
             converted.append(InputError(f"reader {source.reader}: {type(error).__name__}: {one_sentence(error)}"))
     return [row for row in converted if row is not None]
+
+
+def _load_plugin_rows(name: str, split: str) -> list | None:
+    """Load a split of a plugin's dataset; None if it has no such split."""
+
+    def load() -> list | None:
+        rows = DATASETS[name](split)
+        return None if rows is None else list(rows)
+
+    return run_users_code(load, InputError, f"dataset {name} ({split}) of a plugin", None)
 
 
 def check_columns(plan: Plan) -> None:

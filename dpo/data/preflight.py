@@ -122,6 +122,8 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
         for split, report in data.reports.items():
             lines += report.describe(split)
         lines.append(f"{count(data.updates, 'update')} of {count(plan.data.batch_size, 'example')} will run")
+        if n_left_out := data.examples_per_epoch % plan.data.batch_size:
+            lines.append(f"an epoch leaves out {count(n_left_out, 'example')}, which fill no batch")
         print(*lines, *map(WarningLine, find_warnings(plan, data)), sep="\n", flush=True)
     return data
 
@@ -299,6 +301,9 @@ def find_warnings(plan: Plan, data: TrainingData) -> Iterator[str]:
     """Yield warnings about data that can be trained on, but perhaps not as the user means it."""
     tokenizer = data.tokenizer
     train, test = data.reports.values()
+    warmup = plan.training.warmup_steps
+    if warmup and warmup >= data.updates:
+        yield f"warmup_steps={warmup} takes all updates, and lr is never reached: set it to {data.updates // 10}"
     unrendered = [name for name, prompt_format in train.prompt_formats.items() if prompt_format != CHAT]
     if unrendered and getattr(tokenizer, "chat_template", None):
         yield (

@@ -8,6 +8,7 @@ import numpy as np
 
 from dpo.data.schema import ASSISTANT, Row, get_field, naming_place
 from dpo.errors import InputError
+from dpo.redaction import shorten
 from dpo.system.pool import map_chunks
 
 QUESTIONS_PER_WORKER = 5000  # a few seconds of work, more than it takes to start a worker
@@ -42,7 +43,7 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
     """Return a dialogue up to and including its last `\\n\\nAssistant:`."""
     before, marker, _ = prompt_and_response.rpartition(ASSISTANT)
     if not marker:
-        raise InputError(f"no {ASSISTANT!r} in {prompt_and_response[:200]!r}: not a dialogue in Anthropic's format")
+        raise InputError(f"no {ASSISTANT!r} in {shorten(prompt_and_response)}: not a dialogue in Anthropic's format")
     return before + marker
 
 

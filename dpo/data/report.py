@@ -25,8 +25,10 @@ COUNTED_WHOLE = 10_000  # most examples of a split whose tokens are all counted
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory that their token ids take
 SHORTEST_ANSWER = 20  # characters that count; two shorter answers, such as "Yes.", may be equal by chance
 NOT_COUNTED = re.compile(r"[\s!-#%-*,-/:;?@\[-\]_{}¡§«¶·»¿‐-‧‹›、-。〈-】।؟،]+")  # white space and punctuation
+JOINED = re.compile(r"[\w.?!:;,)]\w", re.ASCII)  # two characters; scripts without spaces are not ASCII
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
+    "joined_texts": "no space is between prompt and response: end the prompt, or begin the response, with one",
     "contradictory_examples": "another example of the prompt says the opposite: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",
@@ -47,6 +49,7 @@ class SplitReport:
     undesirable: int = 0
     effective_examples: float | None = None  # effective sample size, (sum w)^2 / sum w^2; None without weights
     empty_responses: int = 0  # examples with a response of only whitespace and EOS
+    joined_texts: int = 0  # examples with no space between the last word of the prompt and a response
     duplicated_pairs: int = 0  # pairs that repeat an earlier pair of their prompt
     contradictory_examples: int = 0  # pairs that reverse an earlier one, responses that had the other label before
     identical_pairs: int = 0  # same texts on both sides: no gradient under DPO
@@ -142,9 +145,11 @@ class SplitCounter:
             self.digests.update((in_prompt, *in_responses))
             self.digests.discard(0)
             return
-        self.report.prompts_like_train += in_prompt in self._training
-        for example in prompt.examples:
-            self.report.answers_in_train += any(in_responses[i] in self._training for i in example.values())
+        if in_prompt in self._training:
+            self.count("prompts_like_train", prompt, 0)
+        for index, example in enumerate(prompt.examples):
+            if any(in_responses[i] in self._training for i in example.values()):
+                self.count("answers_in_train", prompt, index)
 
     def _count_example(self, prompt: Prompt, index: int) -> None:
         report = self.report
@@ -155,6 +160,8 @@ class SplitCounter:
             report.undesirable += "rejected" in texts
         if not all(text.strip() for text in texts.values()):
             self.count("empty_responses", prompt, index)
+        if not prompt.rendered and any(JOINED.match(prompt.text[-1:] + text[:1]) for text in texts.values()):
+            self.count("joined_texts", prompt, index)
         # if a response begins with a part that is not scored, truncation might leave no scored token
         if prompt.cuts and any(prompt.cuts[i][:1] == [0] for i in prompt.roles(index).values()):
             encode_examples([(prompt, index)], self.encode, **self.limits)  # only for the error that it raises

@@ -72,7 +72,7 @@ def render_until_answer(apply: Apply, messages: Messages, *, continued: bool) ->
     # What follows the mark, such as an end of turn, is dropped.
     text, mark, _ = apply([*context, {**begun, "content": begun["content"] + MARK}]).rpartition(MARK)
     if not mark:
-        raise TemplateRejects(f"it leaves out the beginning of the answer, {begun['content'][:80]!r}")
+        raise TemplateRejects(f"it leaves out the beginning of the answer, {shorten(begun['content'])}")
     return text
 
 

@@ -90,7 +90,6 @@ class Tokens(NamedTuple):
 
     prompt: list[int]
     responses: list[Ids]  # for each response, the ids of its pieces
-    crosses: bool  # a token would span two parts, so they are tokenized apart
 
 
 class TextEncoder:
@@ -136,7 +135,7 @@ class TextEncoder:
         for conversation, crosses in zip(texts, are_apart, strict=True):
             ids = [(apart if crosses else whole)[parts] for parts in conversation]
             responses = [ids_of_parts[1:] for ids_of_parts in ids if len(ids_of_parts) > 1]
-            encoded.append(Tokens(ids[0][0], responses, crosses))
+            encoded.append(Tokens(ids[0][0], responses))
         return encoded
 
     def _encode_after_text(self, texts: Sequence[str]) -> dict[str, list[int]]:

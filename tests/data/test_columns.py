@@ -138,7 +138,7 @@ def test_columns_that_a_loss_lacks_or_that_are_not_clear_are_refused_with_the_ov
         ("model_a_response model_b_response", "winner", ["model_a", "model_b", "model_b_response", "tie"], "xyy-"),
         # ! a record that is refused
         ("answer_1 answer_2 answer_1_text", "winner", [1, 2], "xy"),
-        ("response_1 response_2", "winner", [1, 0], "x!"),
+        ("response_1 response_2", "winner", [1, 0, 2], "x!y"),
         ("Output_A Output_B", "Preferred Output", ["a", None, "gpt-4", "llama", "-1", "c"], "x!!!!!"),
     ],
 )
@@ -156,6 +156,12 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
         targets = [prompt.responses[prompt.examples[0]["chosen"]] for prompt in data.values()]
         assert targets == [f" {said}{i}" for i, said in enumerate(chosen) if said != "-"]
         assert (f"{chosen.count('-')} tie" in data.notes[0]) == ("-" in chosen)
+
+
+def test_verdicts_that_may_count_the_columns_otherwise_are_refused():
+    rows = [{"question": "Is it?", "response_1": "a", "response_2": "b", "winner": n} for n in (0, 1)]
+    with refused("winner has the values 0, 1, which may name response_1 or response_2 in two ways: write"):
+        recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
 
 
 def test_a_first_system_turn_may_come_after_many_rows_without():

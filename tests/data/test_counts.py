@@ -49,6 +49,7 @@ def test_the_predicted_updates_are_those_that_the_batches_give():
 
 COUNTED = {
     "nothing to remark": ([prompt_of("a", (" b", " c"))], {}),
+    "no space before a response": ([prompt_of("a", ("b", " c")), prompt_of("\u3042", ("b", "c"))], {"joined_texts": 1}),
     # 4 + 2 + EOS = 7 > 6: the prompt goes to 2, and the responses fit
     "a long prompt": ([prompt_of("a b c d", (" b c", " c"))], {"truncated_prompts": 1}),
     # 1 + 5 + EOS = 7 > 6: the prompt is short, the responses go to 4

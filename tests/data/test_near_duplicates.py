@@ -18,12 +18,23 @@ def prompt_of(text: str, chosen: str = "a", rejected: str = "b") -> Prompt:
     return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}])
 
 
-def find(tokenizer, train: list[Prompt], test: list[Prompt]) -> SplitReport:
+def compare(tokenizer, train: list[Prompt], test: list[Prompt]) -> SplitCounter:
     training = SplitCounter(TextEncoder(tokenizer), DataOptions())
     held_out = SplitCounter(TextEncoder(tokenizer), DataOptions(), training.digests)
     for counter, prompts in ((training, train), (held_out, test)):
         assert list(counter.count_texts(prompts)) == prompts
-    return held_out.report
+    return held_out
+
+
+def find(tokenizer, train: list[Prompt], test: list[Prompt]) -> SplitReport:
+    return compare(tokenizer, train, test).report
+
+
+def test_the_records_of_near_duplicates_are_named(tokenizer):
+    train = [prompt_of(KEPT, " It lasts ten hours or more.", " No.")]
+    test = [each._replace(dataset="mine", rows=[number]) for number, each in enumerate((prompt_of("q "), *train), 1)]
+    named = [(problem["record"], problem["problem"]) for problem in compare(tokenizer, train, test).problems]
+    assert named == [(2, "prompts like train"), (2, "answers in train")]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +73,6 @@ def test_from_one_percent_on_there_is_a_warning(n, warned):
     reports = {"train": SplitReport(), "test": SplitReport(prompts=1000, examples=1000, prompts_like_train=n)}
     tokenizer = SimpleNamespace(bos_token=None)
     data = SimpleNamespace(tokenizer=tokenizer, reports=reports)
-    warnings = [*find_warnings(make_plan({"datasets": ["mine"]}), data)]
+    warnings = [*find_warnings(make_plan({"datasets": ["mine"], "warmup_steps": None}), data)]
     expected = "10 of 1,000 held-out prompts equal a training prompt, so held-out results look too good: move duplic"
     assert [warning[: len(expected)] for warning in warnings] == [expected] * warned
