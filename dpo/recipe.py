@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from dpo.analysis.verdict import print_result
+from dpo.analysis.rules import print_result
 from dpo.checkpoint.resume import (
     OpenRun,
     check_inputs,

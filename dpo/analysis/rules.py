@@ -7,13 +7,13 @@ does not hold; its docstring states the condition.
 import math
 import zlib
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.runs import LoggedRun, number
-from dpo.analysis.verdict import find_changes_per_token, n_effective, n_evaluated, share_interval
+from dpo.analysis.runs import LoggedRun, number, read_run
+from dpo.analysis.verdict import describe_result, find_changes_per_token
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import HELD_OUT_SCORE
 
@@ -76,18 +76,6 @@ def find_chosen_fall(run: LoggedRun) -> str:
     return f"change of held-out log-probabilities per token: chosen {signed(chosen)}, rejected {signed(rejected)}"
 
 
-def find_low_share(
-    run: LoggedRun, name: str, *, limit: float, n: Callable[[LoggedRun], float], fewest_updates: int = 0
-) -> str:
-    """The 95 % interval of `name`, a share of `n(run)` examples, ends below `limit` after `fewest_updates` or more."""
-    share = run.eval.last(name)
-    if run.updates < fewest_updates or not math.isfinite(share):
-        return ""
-    low, high = share_interval(share, n(run))
-    interval = f"95 % interval {figure(low)} to {figure(high)}"
-    return f"{name} {figure(share)} on {n(run):,.0f}, {interval}" if high < limit else ""
-
-
 def find_overfitting(run: LoggedRun) -> str:
     """The held-out loss is more than a tenth and more than 0.02 above its lowest value, but the training loss fell."""
     examples, losses = run.eval.points("loss/eval")
@@ -111,14 +99,6 @@ def find_better_checkpoint(run: LoggedRun) -> str:
     if not len(at_best) or sign * at_best[-1] <= sign * values[-1]:
         return ""
     return f"{metric} {figure(at_best[-1])} at {count(run.best_at or 0, 'example')}, {figure(values[-1])} at last"
-
-
-def find_unfinished_warmup(run: LoggedRun) -> str:
-    """The lr of a complete run still rose at the last update."""
-    _, rates = run.train.points("lr")
-    if run.state != "complete" or len(rates) < 2 or rates[-1] <= rates[-2]:
-        return ""
-    return f"lr {rates[-1]:.3g} and rising in the last of {count(run.updates, 'update')}"
 
 
 def is_broken(text: str) -> bool:
@@ -207,24 +187,15 @@ RULES = (  # in the order of the page
          f"{COLLAPSE_ADVICE.capitalize()}."),
     Rule("Chosen responses become much less likely", find_chosen_fall,
          "Read the samples; try a larger loss.beta, a smaller lr, fewer epochs, loss.sft_weight or loss=dpop.", RANKED),
-    Rule("Held-out pairs are ranked no better than by chance",
-         partial(find_low_share, name="rewards_eval/accuracies", limit=0.55, n=n_effective,
-                 fewest_updates=FEWEST_UPDATES),
-         "If training pairs are ranked right, more data is needed; if not, a larger lr or more updates.", RANKED),
     Rule("The held-out loss rises while the training loss falls", find_overfitting,
          "Take the checkpoint of the lowest value, or train for fewer epochs.",
          FIXED),
-    Rule("The run ended within its warm-up", find_unfinished_warmup,
-         "Shorten warmup_steps, or train for more updates."),
     Rule("Samples are empty or repeat themselves", find_broken_samples,
          "Train with a smaller lr, fewer epochs or a larger loss.beta; if the first samples were so too, look at the "
          "prompts."),
     Rule("Samples have changed in length", find_length_change,
          "Balance the lengths of the pairs, raise loss.beta, or try loss=simpo or loss=dpo_norm.",
          RANKED | {"online"}),
-    Rule("The answers are worse than the reference's",
-         partial(find_low_share, name="online_eval/win_rate", limit=0.5, n=partial(n_evaluated, what="prompts")),
-         "Use a smaller lr or a larger loss.beta, and read the answers with the highest scores."),
     Rule("Scores and lengths grow together", find_length_growth,
          "If answers only say the same in more words, change the scorer, or lower online.max_new_tokens."),
     Rule("An earlier checkpoint is better", find_better_checkpoint,
@@ -248,3 +219,12 @@ def find_all(run: LoggedRun) -> list[tuple[Rule, str]]:
         if kind in rule.kinds and (numbers := rule.condition(run)):
             findings.append((rule, numbers))
     return findings
+
+
+def print_result(run_dir: Path) -> None:
+    """Print the directory and the verdict of a run, and whether BEST is better than its last checkpoint."""
+    run = read_run(run_dir)
+    print(f"run directory: {run_dir}")
+    print(describe_result(run), flush=True)
+    if comparison := find_better_checkpoint(run):
+        print(f"BEST is better than LATEST: {comparison}", flush=True)

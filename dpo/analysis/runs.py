@@ -17,6 +17,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count
 from dpo.redaction import redact
 from dpo.settings.keys import update_recorded
+from dpo.settings.places import check_exists
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.run_directory import FIRST_EXAMPLES, WARNINGS_FILE, is_locked
 
@@ -129,6 +130,7 @@ def look_up(mapping: Any, key: str) -> Any:
 @explaining(OSError, lambda why: InputError(f"the run cannot be read: {why}"))
 def read_run(path: Path) -> LoggedRun:
     """Read a run from its directory. Raises InputError for a directory that is not a run's or cannot be read."""
+    check_exists(path)
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise InputError(f"{path} is not a run: pass the directory of a run, which has config.yaml and metrics.jsonl")
     run = LoggedRun(path.resolve(), path.name)

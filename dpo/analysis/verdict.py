@@ -1,9 +1,8 @@
 """The verdict on a run: did the model change, is it better? docs/metrics.md has the rules."""
 
 import math
-from pathlib import Path
 
-from dpo.analysis.runs import LoggedRun, number, read_run
+from dpo.analysis.runs import LoggedRun, number
 from dpo.numbers import count, figure, percent, signed
 from dpo.settings.keys import PRECISION
 
@@ -209,9 +208,3 @@ def _compare_with_chance(interval: tuple[float, float], n: float, counted: str, 
         return f"{text}: worse than by chance, as far as {counted} tell"
     text += f": no better than by chance, as far as {counted} tell"
     return f"{text}; about {enough} would be needed to tell" if n < ENOUGH else text
-
-
-def print_result(run_dir: Path) -> None:
-    """Print the directory and the verdict of a run."""
-    print(f"run directory: {run_dir}")
-    print(describe_result(read_run(run_dir)), flush=True)
