@@ -21,6 +21,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, ScorerFailed, explaining
 from dpo.models.answers import Answer
 from dpo.models.pretrained import disable_dropout, list_limits, load_onto, model_digest, refuse_missing_weights
+from dpo.redaction import shorten
 from dpo.settings.plan import Plan
 from dpo.system.host import count_gpus
 from dpo.system.plain_files import resolve_path
@@ -60,7 +61,9 @@ class Scorer(NamedTuple):
             raise ScorerFailed(f"{self.name} gave {len(scores)} scores to {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST_SCORE:  # also if the score is NaN
-                raise ScorerFailed(f"{self.name} gave the score {score}, which is not finite, to {answer.text[:200]!r}")
+                raise ScorerFailed(
+                    f"{self.name} gave the score {score}, which is not finite, to {shorten(answer.text)}"
+                )
         return scores
 
 
@@ -182,7 +185,7 @@ class RewardModel:
         if self.form == "chat":
             problem = (
                 f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
-                f"{prompt.text[:200]!r}"
+                f"{shorten(prompt.text)}"
             )
             with explaining(TemplateRejects, lambda why: InputError(f"{problem}: {why}")):
                 chat = self._clean(make_chat(prompt, text))

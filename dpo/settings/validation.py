@@ -74,6 +74,13 @@ def _check_processes(p: Plan) -> Iterator[Check]:
 
 def _check_training(p: Plan) -> Iterator[Check]:
     run, data, training = p.run, p.data, p.training
+    divides_by_eps = training.optimizer in keys.STEPS_OF_LR and "eps" not in training.optimizer_args
+    if divides_by_eps and p.lora is None and p.model.policy_dtype == "float16":
+        yield (
+            "optimizer model.policy_dtype",
+            f"optimizer={training.optimizer} divides by its eps, which float16 rounds to 0: set {p.precise_settings}, "
+            "or optimizer_args.eps=1e-4",
+        )
     if p.model.cache_implementation and (training.compile or p.dims.world_size > 1 or p.gpus > 1):
         yield (
             "model.cache_implementation compile world_size",
@@ -203,6 +210,8 @@ def find_plan_warnings(p: Plan) -> Iterator[str]:
             f"trainer=BasicTrainer spreads the layers over {p.gpus} GPUs, which work one after the other: "
             "set trainer=FSDPTrainer"
         )
+    if p.gpus and p.compute_dtype == "float32" and not p.model.autocast:
+        yield "the policy computes in float32: model.autocast=bfloat16, or with FSDP model.fsdp_policy_mp, is faster"
     if p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR:
         yield f"lr={lr} is a learning rate for all weights: for an adapter, try ten times as much"
     decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)

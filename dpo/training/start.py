@@ -168,7 +168,8 @@ def list_first_tasks(plan: Plan) -> str:
     if plan.caches_all_reference_logps:
         tasks.append("reference scores (cache_reference_logps)")
     if plan.evaluation.do_first_eval:
-        tasks.append(f"evaluation of up to {plan.data.n_eval_examples} examples (do_first_eval, n_eval_examples)")
+        what = "prompts, with answers" if plan.online else "examples"
+        tasks.append(f"evaluation of up to {plan.data.n_eval_examples} {what} (do_first_eval, n_eval_examples)")
     if plan.evaluation.sample_during_eval:
         tasks.append("first answers (sample_during_eval)")
     return f"before the first update: {', '.join(tasks) or 'nothing'}"
@@ -228,7 +229,10 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
             "the same weights: load both from model.archive, or set self_test=false"
         )
-    return f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
+    result = f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"
+    if plan.compute_dtype != plan.reference_dtype:
+        result += f" (the reference computes in {plan.reference_dtype}, so rewards are not exactly 0)"
+    return result
 
 
 def _find_largest(columns: Mapping[str, torch.Tensor]) -> float:

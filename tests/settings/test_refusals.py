@@ -139,6 +139,7 @@ REFUSED = [
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs lora=none"),
+    ("model.policy_dtype=float16", "optimizer=RMSprop divides by its eps, which float16 rounds to 0"),
     (f"GPUS=2 {FSDP} world_size=4", "4 processes cannot share 2 GPUs: set world_size=2"),
     (f"RANK=0 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GPUS=1 {FSDP}", "4 processes cannot share 1 GPU: set world_size=1"),
 ]
@@ -167,6 +168,7 @@ DISCOURAGED = [
         f"GPUS=2 {FSDP} {COMPUTED} model.autocast=bfloat16",
         "model.autocast=bfloat16 over several processes keeps",
     ),
+    (f"GPUS=2 {FSDP}", "the policy computes in float32: model.autocast=bfloat16, or with FSDP"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers"),
 ]
 
