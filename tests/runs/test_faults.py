@@ -109,7 +109,8 @@ def test_a_rank_that_is_killed_at_a_step_of_a_sharded_save_costs_no_checkpoint(s
 @pytest.mark.slow
 def test_a_run_killed_in_a_save_goes_on_with_three_processes_then_cut_over_two(command, finished, run_dir, tmp_path):
     """Consolidated and exported, its model answers as that of a run without any of it."""
-    settings = (*IN_SHARDS, "resume=auto", "world_size=4")
+    # with RMSprop, some rounding errors become whole steps
+    settings = (*IN_SHARDS, "resume=auto", "world_size=4", "optimizer=SGD", "optimizer_args.momentum=0.9", "lr=0.03")
     run = start_run(command("run", *settings), partial(kill_rank_at_step_of_saving, 1, 4))
     assert run.wait() == 1
     assert [path.name for path in find_checkpoints(run_dir)] == ["step-8"]

@@ -48,7 +48,7 @@ EXACT = "optimizer=AdamW lr=1e-3"  # which has a state
 
 MIX = "loss=mix loss.weights.dpo=0.8 loss.weights.bco=0.2 loss.weights.sft=0.1"
 BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {  # at a larger rate these magnify rounding
-    "dpop": "loss=dpop lr=0.05",
+    "dpop": "loss=dpop lr=0.02",
     "ipo": "loss=ipo loss.beta=0.1 lr=0.01",
     "simpo": "loss=simpo lr=0.1",
     "mix": MIX,
@@ -59,7 +59,7 @@ BY_OPTION = {
     "sft term": "loss.sft_weight=0.2",
     "wpo": "loss.wpo=true",
     "ld": "loss.ld_alpha=0.3",
-    "forward kl": "loss.f_divergence=forward_kl",
+    "forward kl": "loss.f_divergence=forward_kl lr=0.1",
     "all options": "loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0.3 loss.f_divergence=alpha loss.f_alpha=0.2",
 }
 LORA = "lora=lora lora.r=4 lora.alpha=8"
