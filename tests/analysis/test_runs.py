@@ -66,12 +66,19 @@ def test_a_file_that_is_missing_or_damaged_is_a_problem_and_the_rest_is_read(nam
     list_results(run)
 
 
-@pytest.mark.parametrize("where", ["nowhere", "file", "run/step-8"])
-def test_another_path_is_refused_in_one_sentence(run_dir, tmp_path, where):
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        ("file", "file is not a run: pass the directory of a run"),
+        ("run/step-8", "run/step-8 is not a run: pass the directory of a run"),
+    ],
+)
+def test_another_path_is_refused_in_one_sentence(run_dir, tmp_path, where, reason):
     folder = write_run(run_dir, LINES)
     (folder / "step-8").mkdir()
     (tmp_path / "file").touch()
-    with refused(f"{where} is not a run: pass the directory of a run"):
+    with refused(reason):
         read_run(tmp_path / where)
 
 
