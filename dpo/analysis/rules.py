@@ -227,4 +227,4 @@ def print_result(run_dir: Path) -> None:
     print(f"run directory: {run_dir}")
     print(describe_result(run), flush=True)
     if comparison := find_better_checkpoint(run):
-        print(f"BEST is better than LATEST: {comparison}", flush=True)
+        print(f"BEST is better than LATEST: {comparison}")

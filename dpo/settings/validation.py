@@ -13,7 +13,7 @@ from dpo.losses import LOSSES
 from dpo.numbers import count
 from dpo.settings import keys
 from dpo.settings.keys import KEYS, MISSING, dotted, find_defaults
-from dpo.settings.places import Problem, find_dataset_problems, name_datasets
+from dpo.settings.places import Problem, check_exists, find_dataset_problems, find_local, name_datasets
 from dpo.settings.plan import UNCOUNTED, Plan, make_plan
 from dpo.system.host import is_installed
 from dpo.system.launching import count_processes_here
@@ -198,6 +198,11 @@ def find_problems(plan: Plan) -> list[Problem]:
         # In place of a wrong value the plan has the default, so a check that reads it does not count.
         if wrong_keys.isdisjoint(keys_read.split()):
             problems.append(Problem("", sentence))
+    for key in ("model.name_or_path", "model.archive"):
+        try:
+            check_exists(None if key in wrong_keys else find_local(values[key] or ""))
+        except InputError as error:
+            problems.append(Problem(key, f"{key}: {error}"))
     datasets = [] if "datasets" in wrong_keys else values["datasets"]
     return [*problems, *find_dataset_problems(datasets, values["dataset_sources"])]
 

@@ -168,8 +168,7 @@ def list_first_tasks(plan: Plan) -> str:
     if plan.caches_all_reference_logps:
         tasks.append("reference scores (cache_reference_logps)")
     if plan.evaluation.do_first_eval:
-        what = "prompts, with answers" if plan.online else "examples"
-        tasks.append(f"evaluation of up to {plan.data.n_eval_examples} {what} (do_first_eval, n_eval_examples)")
+        tasks.append(f"evaluation of up to {plan.data.n_eval_examples} examples (do_first_eval, n_eval_examples)")
     if plan.evaluation.sample_during_eval:
         tasks.append("first answers (sample_during_eval)")
     return f"before the first update: {', '.join(tasks) or 'nothing'}"

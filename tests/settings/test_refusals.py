@@ -139,6 +139,8 @@ REFUSED = [
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs lora=none"),
+    ("model.name_or_path=/no/such", "model.name_or_path: /no/such does not exist"),
+    ("model.archive=/no/such/policy.pt", "model.archive: /no/such/policy.pt does not exist"),
     ("model.policy_dtype=float16", "optimizer=RMSprop divides by its eps, which float16 rounds to 0"),
     (f"GPUS=2 {FSDP} world_size=4", "4 processes cannot share 2 GPUs: set world_size=2"),
     (f"RANK=0 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GPUS=1 {FSDP}", "4 processes cannot share 1 GPU: set world_size=1"),
