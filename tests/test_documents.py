@@ -52,7 +52,7 @@ def filled_in(tmp_path):
     """Fill in what only the user knows: data, files, number of processes."""
     (tmp_path / "MINE" / "experiment").mkdir(parents=True)
     (tmp_path / "MINE" / "experiment" / "NAME.yaml").write_text("# @package _global_\nlr: 1e-6\n")
-    (tmp_path / "RUN_OF_SFT").mkdir()
+    (tmp_path / "RUN_OF_SFT" / "LATEST").mkdir(parents=True)
     (tmp_path / "rewards.py").touch()
     (tmp_path / "data.csv").touch()
     values = {name: str(tmp_path / name) for name in ("RUN_OF_SFT", "MINE", "rewards.py")}
@@ -60,7 +60,7 @@ def filled_in(tmp_path):
         name: str(tmp_path / "data.csv")
         for name in ("DIR_FILE_OR_HUB_ID", "data/mine.csv", "data/pairs.jsonl", "data/dpo_en_demo.json")
     }
-    values |= {"=N": "=2", "$SLURM_JOB_ID": "1"}
+    values |= {"=N": "=2", "$SLURM_JOB_ID": "1", ".cache/demo/sft": values["RUN_OF_SFT"]}
 
     def fill_in(command: str) -> list[str]:
         for placeholder, value in values.items():
