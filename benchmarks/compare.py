@@ -34,11 +34,11 @@ import torch
 
 from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_afresh, print_row, run_python
 from dpo.data.examples import Example, iterate_examples, read_examples
+from dpo.data.preflight import load_data
 from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
 from dpo.settings.plan import resolve
 from dpo.system.host import resident_memory
-from preference_datasets import load_data
 from trainers import peak_memory_gb
 
 EAGER = ("model.attn_implementation=eager",)  # as in the reference code

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, make_labels, read_examples
 from dpo.data.loading import get_dataset, load_splits
-from dpo.data.preflight import load_data  # noqa: F401
 from dpo.data.published import extract_anthropic_prompt, strings_match_up_to_spaces, strip_html_tags  # noqa: F401
 from dpo.data.schema import Prompt, TruncationMode
 from dpo.data.table import number_prompts

@@ -16,6 +16,7 @@ from support.pytests import refused
 from support.runs import ROOT, TINY, assert_alike
 from torch import Tensor
 
+from dpo.data.preflight import load_data
 from dpo.errors import RunError, explaining_library
 from dpo.models import attention
 from dpo.models.layouts import GPU_ALIGNMENT, SharedPrefix
@@ -29,7 +30,6 @@ from dpo.system import host, launching
 from dpo.system.host import find_device_memory
 from dpo.training import memory, parts
 from dpo.training.memory import explain_memory_error, predict
-from preference_datasets import load_data
 
 REFUSALS = "tests/settings/test_refusals.py"
 PACKAGE = "tests/parallel/test_tensor_parallel_package.py"

@@ -32,13 +32,10 @@ from dpo.system.plain_files import read_json
 from dpo.training.estimate import RATES, Estimator, Rates, estimate_seconds
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
-TRIED = (  # keys that the command sets itself, most of them to several values in turn
-    "trainer", "world_size", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps",
-    "activation_checkpointing", "microbatch_size",
-)  # fmt: skip
 SHOWN = (
     "trainer", "fsdp_shard_size", "tensor_parallel_size", "gradient_accumulation_steps", "activation_checkpointing",
 )  # fmt: skip
+TRIED = (*SHOWN, "world_size", "microbatch_size")  # keys that the command sets, most of them to several values in turn
 COLUMNS = "{:<60} {:>6} {:>8} {:>9} {:>6} {:>8}"
 
 
@@ -98,8 +95,8 @@ def read_rates(path: Path) -> dict:
             given = Rates(**entry)
             numbers = [given.tflops[dtype] for dtype in RATES["h100"].tflops]
             numbers += [rate for key, rate in entry.items() if key != "tflops"]
-            if not min(numbers) > 0:
-                raise ValueError(f"{name} has a rate of {min(numbers)}")
+            if not all(number > 0 for number in numbers):
+                raise ValueError(f"{name} has one that is not above 0")
             rates[name.lower()] = given
     return rates
 

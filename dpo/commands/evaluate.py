@@ -105,7 +105,7 @@ def judge_answers(options: Any) -> None:
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
     name = kind  # of the result's files
     if options.other and kind != "human":
-        name += "-" + re.sub(r"\W+", "-", other.name)
+        name += "-" + re.sub(r"\W+", "-", options.other)[-60:]
     check_files(folder, name)
     judge = make_judge(options, folder)  # before answers are drawn, which may take long
     prompts = load_prompts(policy, options)

@@ -122,7 +122,7 @@ def list_evaluations(run_dir: Path, model: str) -> Iterator[str]:
         if not has_form(result, {"settings": dict, "sentences": list}):
             print(f"left out of the card: {file} is not a result of dpo evaluate")
         elif result["settings"].get("model") == model:
-            judge = file.stem.partition("-")[2]
+            judge = file.stem.split("-")[1]
             yield " ".join([f"Judged by {judge}:", *map(str, result["sentences"])])
 
 

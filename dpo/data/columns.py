@@ -130,12 +130,12 @@ def recognize(
         )
     if "rejected" not in form or not sides:
         verdict, sides = "", {}
-    named = {_find_side(row.get(verdict)) for row in objects} - {""}
+    named = {_find_side(row.get(verdict)) for row in objects if verdict} - {""}
     # 0 and 1 beside response_1 and response_2 may be the first and the second, or a tie and the first
     if named - sides.keys() and sides.keys() - named:
         raise InputError(
-            f"{origin}: {verdict} has the values {', '.join(sorted(named))}, which may name "
-            f"{' or '.join(sides.values())} in two ways: write the names of these columns"
+            f"{origin}: {verdict} has the values {', '.join(sorted(named))}, which do not say whether "
+            f"{' or '.join(sides.values())} is better: write the name of the better column, or tie"
         )
     fields = [*form, TOOLS]
     if "prompt" in form:

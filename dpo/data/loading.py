@@ -1,6 +1,6 @@
 """Loads the splits of a dataset by name: the paper's, the demo, a plugin's, or custom data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dpo.data.columns import N_INSPECTED, recognize
@@ -96,7 +96,7 @@ def load_splits(
 def _has_test_split(name: str, source: Source, cache_dir: str | None) -> bool:
     """Whether a dataset has a test split of its own."""
     if not source.path:
-        return name in BUILT_IN or _load_plugin_rows(name, "test") is not None
+        return name in BUILT_IN or _call_plugin(name, lambda: DATASETS[name]("test") is not None)
     if source.has_no_splits:
         return name == "se"  # it makes its own test split
     return name in BUILT_IN or has_split(source, "test", cache_dir)
@@ -131,7 +131,7 @@ def read_rows(
     returns None are left out, and an error stands in place of a row for which it fails.
     """
     if not source.path:
-        return _load_plugin_rows(name, split) or []
+        return _call_plugin(name, lambda: list(DATASETS[name](split) or ()))
     rows = load_rows(source, split, cache_dir, limit=limit)
     if source.reader is None:
         return rows
@@ -144,14 +144,8 @@ def read_rows(
     return [row for row in converted if row is not None]
 
 
-def _load_plugin_rows(name: str, split: str) -> list | None:
-    """Load a split of a plugin's dataset; None if it has no such split."""
-
-    def load() -> list | None:
-        rows = DATASETS[name](split)
-        return None if rows is None else list(rows)
-
-    return run_users_code(load, InputError, f"dataset {name} ({split}) of a plugin", None)
+def _call_plugin(name: str, function: Callable) -> Any:
+    return run_users_code(function, InputError, f"dataset {name} of a plugin", None)
 
 
 def check_columns(plan: Plan) -> None:

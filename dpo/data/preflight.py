@@ -122,7 +122,8 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
         for split, report in data.reports.items():
             lines += report.describe(split)
         lines.append(f"{count(data.updates, 'update')} of {count(plan.data.batch_size, 'example')} will run")
-        if n_left_out := data.examples_per_epoch % plan.data.batch_size:
+        n_left_out = data.examples_per_epoch % plan.data.batch_size
+        if n_left_out and plan.data.n_examples is None:
             lines.append(f"an epoch leaves out {count(n_left_out, 'example')}, which fill no batch")
         print(*lines, *map(WarningLine, find_warnings(plan, data)), sep="\n", flush=True)
     return data

@@ -28,7 +28,7 @@ NOT_COUNTED = re.compile(r"[\s!-#%-*,-/:;?@\[-\]_{}¡§«¶·»¿‐-‧‹›�
 JOINED = re.compile(r"[\w.?!:;,)]\w", re.ASCII)  # two characters; scripts without spaces are not ASCII
 WARNINGS = {  # for each count, what it means and how to change it
     "empty_responses": "a response is empty: remove the record, unless you mean it",
-    "joined_texts": "no space is between prompt and response: end the prompt, or begin the response, with one",
+    "joined_texts": "no space is between prompt and response: begin the response with one",
     "contradictory_examples": "another example of the prompt says the opposite: remove one of them",
     "truncated_prompts": "the prompt is cut: raise max_length and max_prompt_length, or set truncation",
     "truncated_responses": "a response is cut and loses its end: raise max_length, or set truncation=drop",

@@ -15,7 +15,7 @@ FORM = {  # where people judge
     "judge.html": ".*<title>Which answer is better\\?</title>",
     "pairs.jsonl": r'\{"(id|pair)": "\w{16}", "prompt": ',
 }
-RESULT = {  # {} is the kind of judge, and the name of the other model if one is given
+RESULT = {  # {} is the kind of judge, and OTHER if it is given
     "evaluation-{}.html": ".* against .* · evaluation</title>",
     "evaluation-{}.json": r'\{\s*"policy": ',
     "judged-{}.jsonl": r'\{"pair": "\w{16}", "prompt": ',
@@ -53,7 +53,7 @@ def write_result(
         lines.append({"pair": pair.id, "prompt": pair.question, **verdict._asdict()})
     # Cards are sorted by score; those without a verdict come last.
     cards.sort(key=lambda card: math.inf if card[2].score is None else card[2].score)
-    page = folder / f"evaluation-{name}.html"  # so that one judge does not replace the result of another
+    page = folder / f"evaluation-{name}.html"  # so that results of several judges and models stay
     context = {"facts": facts, "cards": cards[:MOST_SHOWN], "n_pairs": len(pairs)}
     write_file(page, fill_template("judging/result.html.jinja", context))
     write_lines(folder / f"judged-{name}.jsonl", lines)

@@ -102,7 +102,7 @@ def _find_masks(model: Any, packed: Packed, windows: Windows) -> dict[str, Tenso
     if is_cpu(device):
         AttentionInterface.register("sdpa", attend_in_bfloat16)  # for additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
-    if model.config._attn_implementation == "sdpa":
+    if "sdpa" in model.config._attn_implementation:  # also under the name that predictions of memory use
         dtype = find_compute_dtype(device.type, dtype)  # so that no layer has to cast the mask
     if dtype not in packed.masks:
         masks = packed.masks[dtype] = {}

@@ -164,10 +164,9 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     # A text model may declare blocks of the images' or the sound's part, which it lacks.
     blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
     if not blocks and block_name:
-        classes = sorted({type(module).__name__ for module in model.modules()})
         raise InputError(
-            f"model.block_name={block_name} is not a module class of {type(model).__name__}, which has "
-            f"{', '.join(classes)}"
+            f"model.block_name={block_name} is not a module class of {type(model).__name__}; null takes the blocks "
+            "that its class declares"
         )
     if not blocks:
         raise InputError(

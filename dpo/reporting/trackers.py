@@ -26,19 +26,23 @@ class TensorBoardLogger(Callback):
         return super().is_wanted(context) and context.plan.tensorboard and not context.plan.run.debug
 
     def on_update(self, update: Update) -> None:
-        self._log({**update.metrics, "counters/updates": update.number}, update.n_examples)
+        metrics = {**update.metrics, "counters/updates": update.number}
+        self._log(metrics, update.n_examples, hidden_from=update.n_examples)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._log(evaluation.metrics, evaluation.n_examples)
+        # an earlier process may have logged the update at this step
+        self._log(evaluation.metrics, evaluation.n_examples, hidden_from=evaluation.n_examples + 1)
 
-    def _log(self, metrics: Mapping[str, float], n_examples: int) -> None:
-        """Add a point at the step `n_examples` to the curve of each metric."""
+    def _log(self, metrics: Mapping[str, float], n_examples: int, *, hidden_from: int) -> None:
+        """Add a point at the step `n_examples` to the curve of each metric.
+
+        An earlier process's points are hidden from the step `hidden_from` on, as this process logs them again.
+        """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # `purge_step` hides what an earlier process logged from this step on, as this one logs it again
             self._writer = SummaryWriter(
-                str(self.run_dir / "tensorboard"), purge_step=n_examples, flush_secs=FLUSH_SECS
+                str(self.run_dir / "tensorboard"), purge_step=hidden_from, flush_secs=FLUSH_SECS
             )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, n_examples)

@@ -239,7 +239,7 @@ def check_line(line: CommandLine) -> Plan | None:
             if (CONFIG_DIR / name).exists():
                 problems.append(f"--config-dir: {name} has the name of one of ours: rename it")
     if line.is_sweep and find_rank_env():
-        problems.append("a sweep (-m) starts the processes of each job itself: run it without a launcher")
+        problems.append("under a launcher only the first job of a sweep (-m) would run: run it without one")
     typed = {parse_key(override): override.partition("=")[2] for override in line.overrides}
     experiment = typed.get("experiment")
     # An experiment NAME beside NAME_lora has a learning rate for all weights; NAME_lora has the one for an adapter.

@@ -200,7 +200,8 @@ def find_problems(plan: Plan) -> list[Problem]:
             problems.append(Problem("", sentence))
     for key in ("model.name_or_path", "model.archive"):
         try:
-            check_exists(None if key in wrong_keys else find_local(values[key] or ""))
+            # a dry run or an estimate may come before the run whose weights the archive will be
+            check_exists(None if key in wrong_keys or plan.run.dry_run else find_local(values[key] or ""))
         except InputError as error:
             problems.append(Problem(key, f"{key}: {error}"))
     datasets = [] if "datasets" in wrong_keys else values["datasets"]
@@ -216,7 +217,7 @@ def find_plan_warnings(p: Plan) -> Iterator[str]:
             "set trainer=FSDPTrainer"
         )
     if p.gpus and p.compute_dtype == "float32" and not p.model.autocast:
-        yield "the policy computes in float32: model.autocast=bfloat16, or with FSDP model.fsdp_policy_mp, is faster"
+        yield "the policy computes in float32: model.autocast=auto is faster on GPUs that have bfloat16"
     if p.lora and lr < 1e-6 and optimizer in keys.STEPS_OF_LR:
         yield f"lr={lr} is a learning rate for all weights: for an adapter, try ten times as much"
     decay = arguments.get("weight_decay", 0.01 if optimizer == "AdamW" else 0)

@@ -189,16 +189,17 @@ def host_memory() -> tuple[int, int]:
     """Return the machine's memory, or what a container or a job may use of it (cgroup v2), as (total, available)."""
     sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
     total, available = int(sizes["MemTotal"]) * 1024, int(sizes["MemAvailable"]) * 1024
-    own_group = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    group = Path(CGROUPS, own_group)
+    group = Path(CGROUPS)
+    with suppress(OSError):  # there is no such file
+        group /= Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
     for folder in (group, *group.parents):  # the limits of outer groups count too
         with suppress(OSError, ValueError):  # no limit: there is no file, or it says "max"
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
             counts = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
+            used -= int(counts["inactive_file"]) + int(counts["active_file"])  # the cache of files gives way
             total = min(total, limit)
-            # cached files count as used, but give way
-            available = min(available, limit - used + int(counts["inactive_file"]))
+            available = min(available, limit - used)
     return total, available
 
 

@@ -44,16 +44,19 @@ def load_module(file: Path, problem: str) -> ModuleType:
 
 
 def run_users_code(code: Callable, error_class: type[Exception], problem: str, file: Path | None) -> Any:
-    """Return what `code()` returns. Its errors become an `error_class`, with the `problem` and the line in `file`."""
+    """Return what `code()` returns. Its errors become an `error_class`, with the `problem` and the line in `file`.
+
+    If `file` is None, the line is the one that raised the error.
+    """
     try:
         return code()
     except (KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit, if the code raises it
         message = f"{problem}: {type(error).__name__}: {one_sentence(error)}"
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-        if lines:
-            message += f" ({file}, line {lines[-1]})"
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames := [frame for frame in frames if file is None or frame.filename == str(file)]:
+            message += f" ({frames[-1].filename}, line {frames[-1].lineno})"
         raise error_class(message) from error
 
 

@@ -280,7 +280,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
 def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
     """Run a forward pass on tensors without values, and count the bytes that it keeps for a backward pass.
 
-    This changes `policy`: its weights become fake tensors on the CPU, in another dtype and with another attention.
+    This changes `policy`: its weights become fake tensors on the CPU; its attention changes, under FSDP also its dtype.
     """
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model

@@ -160,7 +160,7 @@ def test_a_column_may_say_which_response_is_better(columns, verdict, values, cho
 
 def test_verdicts_that_may_count_the_columns_otherwise_are_refused():
     rows = [{"question": "Is it?", "response_1": "a", "response_2": "b", "winner": n} for n in (0, 1)]
-    with refused("winner has the values 0, 1, which may name response_1 or response_2 in two ways: write"):
+    with refused("winner has the values 0, 1, which do not say whether response_1 or response_2 is better: write"):
         recognize(rows, {}, name="mine", origin="rows.csv", trains_on="pairs")
 
 

@@ -118,7 +118,7 @@ def test_a_dataset_that_fails_is_refused_with_its_name(folder):
     (folder / "my.py").write_text("import dpo.plugins as p\np.add_dataset('mine', lambda split: 1 / 0)")
     result = train(folder, "plugins=[my.py]", "loss=sft", "datasets=[mine]")
     assert result.returncode == 2
-    assert "dataset mine (test) of a plugin: ZeroDivisionError: division by zero" in result.stderr
+    assert re.search(r"dataset mine of a plugin: ZeroDivisionError: .* \(.*my.py, line 2\)", result.stderr)
 
 
 def test_a_plugin_that_has_failed_runs_once_it_is_mended(tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_an_option_with_a_typo_is_refused_with_the_options_that_there_are(capsys
     [
         (["--gpus", "h100"], "--gpus h100 must be NAME:N, such as h100:8; NAME is one of a100, h100"),
         (["--gpus", "tpu:8"], "--gpus tpu:8 must be NAME:N"),
-        (["--gpus", "h100:8", "world_size=8"], "estimate tries trainer, world_size, "),
+        (["--gpus", "h100:8", "world_size=8"], "estimate tries trainer, fsdp_shard_size, "),
         (["--gpus", "h100:8", "online=online", "online.scorer=shorter", *MODEL], "online=online is not estimated"),
         (["--gpus", "h100:8", "--rates", "missing.json"], "missing.json does not exist"),
         (["--gpus", "h100:8", "--run", "missing"], "missing"),

@@ -170,7 +170,7 @@ DISCOURAGED = [
         f"GPUS=2 {FSDP} {COMPUTED} model.autocast=bfloat16",
         "model.autocast=bfloat16 over several processes keeps",
     ),
-    (f"GPUS=2 {FSDP}", "the policy computes in float32: model.autocast=bfloat16, or with FSDP"),
+    (f"GPUS=2 {FSDP}", "the policy computes in float32: model.autocast=auto is faster"),
     ("GPUS=8 model.autocast=bfloat16", "trainer=BasicTrainer spreads the layers"),
 ]
 
