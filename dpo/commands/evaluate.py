@@ -103,7 +103,7 @@ def judge_answers(options: Any) -> None:
     with explaining(OSError, lambda why: InputError(f"{folder} cannot be written: {why}; choose another --out")):
         folder.mkdir(parents=True, exist_ok=True)
     kind = "server" if options.judge.startswith("http") else options.judge.partition(":")[0]
-    name = kind  # of the result's files
+    name = kind  # is a part of the names of files
     if options.other and kind != "human":
         name += "-" + re.sub(r"\W+", "-", options.other)[-60:]
     check_files(folder, name)
