@@ -51,9 +51,6 @@ WAYS_TO_SAVE = (  # settings that save memory, in the order in which to try them
 )
 
 
-logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # errors are explained in `count_activations`
-
-
 def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     """Predict a process's memory at the peak of its updates, in bytes by purpose; return it with notes for the user.
 
@@ -290,6 +287,7 @@ def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatc
     if policy.config._attn_implementation != "eager":  # other kernels keep about as much as SDPA
         use_plain_attention(policy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # `count_activations` explains errors
     autocast = torch.autocast("cpu", DTYPES.get(plan.model.autocast), enabled=plan.model.autocast is not None)
     kept = set()  # storages, so that views count once
 
