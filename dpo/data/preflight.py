@@ -124,7 +124,7 @@ def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
         lines.append(f"{count(data.updates, 'update')} of {count(plan.data.batch_size, 'example')} will run")
         n_left_out = data.examples_per_epoch % plan.data.batch_size
         if n_left_out and plan.data.n_examples is None:
-            lines.append(f"an epoch leaves out {count(n_left_out, 'example')}, which fill no batch")
+            lines.append(f"an epoch leaves out {count(n_left_out, 'example')}, too few for a batch")
         print(*lines, *map(WarningLine, find_warnings(plan, data)), sep="\n", flush=True)
     return data
 
