@@ -5,6 +5,7 @@ gathered while its weights are whole on every process, from `unshard` to `reshar
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -163,14 +164,11 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     names = [block_name] if block_name else model._no_split_modules or ()
     # A text model may declare blocks of the images' or the sound's part, which it lacks.
     blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
-    if not blocks and block_name:
-        raise InputError(
-            f"model.block_name={block_name} is not a module class of {type(model).__name__}; null takes the blocks "
-            "that its class declares"
-        )
     if not blocks:
+        classes = sorted({type(module).__name__ for module in model.modules()})
         raise InputError(
-            f"{type(model).__name__} does not declare its transformer blocks; set model.block_name to their class"
+            f"model.block_name={block_name or 'null'} names no transformer blocks of {type(model).__name__}: set it to "
+            f"their class, one of {', '.join(classes)}"
         )
     return blocks
 
@@ -393,7 +391,9 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
     Returns the norm between these two steps: a scalar on the device, equal on all processes.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    row_norms = []  # in float64, of this process's parts; over all processes, their squares add up
+    # Norms of the rows of this process's parts, by the number of processes that have the same part. They are put
+    # together before they are converted, as each conversion is another kernel to launch.
+    row_norms = defaultdict(list)
     for parameter in parameters:
         n_copies = dist.get_world_size() if dist.is_initialized() else 1  # processes that have the same part
         if isinstance(parameter, DTensor):
@@ -409,8 +409,8 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float, scale: float = 
         # between numbers of processes.
         dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
         norms = torch.linalg.vector_norm(local_tensor(parameter.grad), dim=-1, dtype=dtype)
-        row_norms.append(norms.flatten().double().to(parameters[0].device) / n_copies**0.5)
-    square = torch.cat(row_norms).square().sum()
+        row_norms[n_copies].append(norms.flatten().to(parameters[0].device))
+    square = sum(torch.cat(norms).double().square().sum() / n_copies for n_copies, norms in row_norms.items())
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt().float()

@@ -487,8 +487,7 @@ class Objective:
     def release(self) -> None:
         """Free the weights of both models that forward passes without a backward pass leave gathered."""
         release_gathered(self.policy)
-        if self.reference:
-            release_gathered(self.reference.model)
+        release_gathered(self.separate_reference)
 
     @torch.no_grad()
     def score_all(self, batches: Iterable[Batch], *, with_policy: bool = True) -> NamedTensors:

@@ -55,5 +55,5 @@ def test_without_a_name_blocks_are_those_declared_classes_that_the_model_has(mon
     monkeypatch.setattr(model, "_no_split_modules", {"LlamaDecoderLayer", "VisionBlock"})  # as Qwen 3.5's text model
     assert find_blocks(model, None) == [*model.model.layers]
     monkeypatch.setattr(model, "_no_split_modules", {"VisionBlock"})
-    with refused("LlamaForCausalLM does not declare its transformer blocks"):
+    with refused("block_name=null names no transformer blocks of LlamaForCausalLM"):
         find_blocks(model, None)
