@@ -23,9 +23,9 @@ from dpo.models.layouts import GPU_ALIGNMENT, SharedPrefix
 from dpo.models.paths import ModelPath
 from dpo.models.pretrained import load_model
 from dpo.parallel import sharding
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import Mesh, fake_processes
 from dpo.settings.command_line import check_command_line
-from dpo.settings.plan import Plan, resolve
+from dpo.settings.plan import ParallelDims, Plan, resolve
 from dpo.system import host, launching
 from dpo.system.host import find_device_memory
 from dpo.training import memory, parts
@@ -60,6 +60,7 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     ),
     "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_memory_error",
     "test_one_process_cuts_a_model_over_all_gpus": "training.parts:place",
+    "test_an_estimate_uses_no_gpu_of_this_machine": "parallel.mesh:fake_processes",
     f"{PACKAGE}::test_the_packages_own_sum_gives_the_same_numbers": (
         "parallel.tensor_parallel_package:_make_rules parallel.tensor_parallel_package:state_dict"
     ),
@@ -126,6 +127,12 @@ def test_the_tests_that_take_the_branches_are_there(test):
 def as_on_a_gpu(monkeypatch):
     """Tensors of the CPU count as a GPU's."""
     monkeypatch.setattr(host, "GPU", "cpu")
+
+
+def test_an_estimate_uses_no_gpu_of_this_machine(monkeypatch):
+    monkeypatch.setattr("dpo.parallel.mesh.count_gpus", lambda: 8)
+    with fake_processes(ParallelDims(8, shard_size=4, tensor_size=2)) as mesh:
+        assert mesh.device.type == mesh.device_mesh.device_type == "cpu"
 
 
 @pytest.mark.parametrize("settings", ["lr=1e-4", "model.autocast=bfloat16 cache_reference_logps=all"])

@@ -41,7 +41,14 @@ class Mesh:
     other processes, they send nothing.
     """
 
-    def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
+    def __init__(
+        self,
+        rank: int = 0,
+        dims: ParallelDims = ParallelDims(),
+        *,
+        timeout_secs: float = 1800,
+        uses_gpus: bool = True,  # if there are any
+    ):
         self.rank = rank
         self.world_size = dims.world_size
         self.tensor_size = dims.tensor_size
@@ -52,7 +59,7 @@ class Mesh:
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():
-            if count_gpus():
+            if uses_gpus and count_gpus():
                 self.device = torch.device(GPU, torch.cuda.current_device())
             # Silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -125,6 +132,6 @@ def fake_processes(dims: ParallelDims) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
     try:
-        yield FakeMesh(0, dims)
+        yield FakeMesh(0, dims, uses_gpus=False)
     finally:
         dist.destroy_process_group()
