@@ -52,7 +52,8 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
         "training.memory:find_peak"
     ),
     "tests/scripts/test_estimate_script.py::test_the_fastest_way_that_fits_comes_first_with_its_command": (
-        "commands.estimate:main commands.estimate:list_ways commands.estimate:parse_gpus commands.estimate:show "
+        "commands.estimate:main commands.estimate:list_ways commands.estimate:measure commands.estimate:parse_gpus "
+        "commands.estimate:show "
         "training.estimate:estimate_seconds"
     ),
     "tests/scripts/test_estimate_script.py::test_a_run_is_compared_with_what_it_measured": (

@@ -30,6 +30,7 @@ from dpo.settings.plan import Plan, make_plan
 from dpo.settings.validation import find_problems, read_plan
 from dpo.system.plain_files import read_json
 from dpo.training.estimate import RATES, Estimator, Rates, estimate_seconds
+from dpo.training.memory import decide_frozen_weights
 
 USABLE = 0.95  # the share of a GPU's memory that a process gets
 SHOWN = (
@@ -159,15 +160,13 @@ def measure(plans: Sequence[Plan], estimator: Estimator) -> dict:
 
     The plans have ever more backward passes.
     """
-    usable_gb = USABLE * estimator.rates.memory_gb
-    frozen = estimator.decide_frozen_weights(plans[0])
-    untried = [*plans]
-    while True:
-        plan = untried.pop(0)
-        memory, notes = estimator.estimate_memory(plan, frozen)
-        lacking_gb = max(0.0, memory.total() / 1e9 - usable_gb)
-        if not (lacking_gb and untried):
-            break
+    gpu_gb = estimator.rates.memory_gb
+    plan, *others = plans
+    frozen = decide_frozen_weights(plan, gpu_gb * 1e9)  # as in a run if all of the GPU's memory is free
+    memory, notes = estimator.estimate_memory(plan, frozen)
+    lacking_gb = max(0.0, memory.total() / 1e9 - USABLE * gpu_gb)
+    if lacking_gb and others:
+        return measure(others, estimator)
     work = estimator.estimate_work(plan, frozen)
     seconds = estimate_seconds(plan, work, estimator.rates)
     return {

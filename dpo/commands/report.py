@@ -7,7 +7,6 @@ RUN may still train or have crashed, or be a directory of runs, as a sweep makes
 browser of this machine, follows runs that train, and ends on Ctrl-C. Exit status: 0 written or served, 2 bad input.
 """
 
-import socket
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +20,7 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-LONGEST_REQUEST_SECS = 10  # from the connection until the browser has sent its request
+LONGEST_SILENCE_SECS = 10  # after these a connection on which no more of a request comes is closed
 
 
 @command
@@ -59,20 +58,11 @@ def serve(paths: list[Path], port: int) -> None:
     drawing_lock = threading.Lock()  # matplotlib's styles are global
 
     class Handler(BaseHTTPRequestHandler):
-        def handle(self) -> None:
-            def stop_reading() -> None:
-                with suppress(OSError):  # the connection is closed already
-                    self.connection.shutdown(socket.SHUT_RD)
+        timeout = LONGEST_SILENCE_SECS
 
-            # A client that sends one byte at a time would keep this thread forever.
-            deadline = threading.Timer(LONGEST_REQUEST_SECS, stop_reading)
-            deadline.daemon = True
-            deadline.start()
-            try:
-                with suppress(OSError):  # the browser closed the connection
-                    super().handle()
-            finally:
-                deadline.cancel()
+        def handle(self) -> None:
+            with suppress(OSError):  # the browser closed the connection
+                super().handle()
 
         def do_GET(self) -> None:
             runs = [run for run in list_runs(paths) if run.exists()]  # some may have been deleted meanwhile

@@ -27,7 +27,6 @@ from dpo.training.batches import Batches
 from dpo.training.memory import (
     Bytes,
     count_all,
-    decide_frozen_weights,
     find_peak,
     read_batches,
     use_plain_attention,
@@ -58,7 +57,6 @@ RATES = {
     "a100": Rates(80, {"bfloat16": 125, "float16": 125, "float32": 15}, 1600, 240, 20),
     "h100": Rates(80, {"bfloat16": 400, "float16": 400, "float32": 40}, 2700, 340, 40),
     "h200": Rates(141, {"bfloat16": 400, "float16": 400, "float32": 40}, 3800, 340, 40),
-    "b200": Rates(180, {"bfloat16": 900, "float16": 900, "float32": 60}, 6400, 720, 40),
 }
 
 
@@ -94,14 +92,10 @@ class Estimator:
         # The costs of models with these numbers of blocks are counted.
         self.block_counts = [SMALL, LARGE] if alternate and self.n_blocks > LARGE else [self.n_blocks]
 
-    def decide_frozen_weights(self, plan: Plan) -> str | None:
-        """Decide as `dpo.training.memory` does, for a GPU whose whole memory is free."""
-        return decide_frozen_weights(plan, self.rates.memory_gb * 1e9)
-
     def estimate_memory(self, plan: Plan, frozen: str | None) -> tuple[Bytes, list[str]]:
         """Estimate a process's memory at its peak, in bytes by purpose, and return it with notes for the user.
 
-        `frozen` is the result of `decide_frozen_weights`.
+        `frozen` is the result of `decide_frozen_weights` (`dpo.training.memory`).
         """
         counted = [count_all(plan, self.data, self.batches, frozen, n) for n in self.block_counts]
         memory = self.extrapolate([memory for memory, _ in counted])
@@ -143,8 +137,7 @@ def simulate(
 
     def distribute_fake(model: Any, compute_dtype: str) -> Any:
         """Distribute a model as a run does, with fake tensors as its weights."""
-        if model.config._attn_implementation == "sdpa":  # ours for CPUs reads values, which fake tensors do not have
-            use_plain_attention(model)
+        use_plain_attention(model)
         is_whole = frozen == "whole"
         return place(plan, model, mesh, frozen_whole=is_whole, compute_dtype=compute_dtype, receive=receive)
 

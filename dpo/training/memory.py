@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -282,10 +283,8 @@ def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatc
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
-        for parameter in policy.parameters():
-            parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
-    if policy.config._attn_implementation != "eager":  # other kernels keep about as much as SDPA
-        use_plain_attention(policy)
+        policy.to(DTYPES[plan.compute_dtype])
+    use_plain_attention(policy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # `count_activations` explains errors
     autocast = torch.autocast("cpu", DTYPES.get(plan.model.autocast), enabled=plan.model.autocast is not None)
@@ -307,10 +306,25 @@ def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatc
 
 
 def use_plain_attention(model: Any) -> None:
-    """Let a model use transformers' SDPA in place of ours for CPUs, which reads values."""
-    AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(PLAIN_ATTENTION)
+    """Let a model use transformers' SDPA, unless its attention is eager: other kernels keep about as much memory.
+
+    Ours read values, which fake tensors do not have.
+    """
+    if model.config._attn_implementation != "eager":
+        AttentionInterface.register(PLAIN_ATTENTION, _attend)
+        AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
+        model.set_attn_implementation(PLAIN_ATTENTION)
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple:
+    """Attend with values padded to the width of queries, as a CPU's kernels keep all weights of narrower ones.
+
+    A GPU's take narrower values, such as DeepSeek's, as they are.
+    """
+    width = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - width))
+    out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return out[..., :width], weights
 
 
 def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:

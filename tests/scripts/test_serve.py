@@ -16,6 +16,7 @@ from support.runs import append_text, make_environment, read_rows
 from support.warm import Python
 
 from dpo.analysis import curves
+from dpo.commands import report
 from dpo.judging.page import write_form
 from dpo.system.run_directory import lock_run_dir
 
@@ -42,6 +43,11 @@ def serve():
 
 def draw_no_curves() -> None:
     curves.plan_charts = lambda runs: []
+
+
+def shorten_silence() -> None:
+    curves.plan_charts = lambda runs: []
+    report.LONGEST_SILENCE_SECS = 0.5
 
 
 def get(port: int, path: str, host: str = "") -> tuple[int, str]:
@@ -77,6 +83,14 @@ def test_runs_are_served_with_all_news_until_ctrl_c(served, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 0
     assert "Traceback" not in process.text
+
+
+def test_half_a_request_is_not_waited_for(serve, copied, tmp_path):
+    copied("runs/first")
+    port, _ = serve(tmp_path / "runs", fault=shorten_silence)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        silent.sendall(b"GET / HT")
+        assert silent.recv(1) == b""  # closed
 
 
 def test_nothing_but_reports_is_served_and_to_this_machine_alone(served):

@@ -18,8 +18,10 @@ from dpo.parallel import mesh
 from dpo.parallel.mesh import CollectiveCounter
 from dpo.settings.plan import resolve
 from dpo.training.estimate import RATES, Estimator
+from dpo.training.memory import decide_frozen_weights
 from trainers import Trainer
 
+H100_BYTES = RATES["h100"].memory_gb * 1e9
 FSDP = "trainer=FSDPTrainer world_size=2"
 HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2 gradient_accumulation_steps=2"
 CUT = "trainer=TensorParallelTrainer world_size=2 activation_checkpointing=true"
@@ -72,14 +74,22 @@ def test_an_updates_collectives_and_operations_are_those_of_a_run(settings, reso
     data = load_data(plan, silent=True)
     estimator = Estimator(plan, data, RATES["h100"])
     estimator.batches = estimator.batches[:1]
-    work = estimator.estimate_work(plan, estimator.decide_frozen_weights(plan))
+    work = estimator.estimate_work(plan, decide_frozen_weights(plan, H100_BYTES))
     assert work.calls == calls
     assert work.n_bytes == n_bytes
     # In bfloat16 a CPU has its own attention, which computes parts twice.
     assert work.flops == pytest.approx(flops, rel=0.1 if "bfloat16" in settings else 1e-6)
 
 
-@pytest.mark.parametrize("settings", [FSDP, slow(BOTH), slow(f"{FSDP} activation_checkpointing=true lora=lora")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FSDP,
+        slow(BOTH),
+        slow(f"{FSDP} activation_checkpointing=true lora=lora"),
+        slow(f"{FSDP} model.attn_implementation=varlen model.fsdp_policy_mp=bfloat16"),
+    ],
+)
 def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, tmp_path):
     transformers.AutoConfig.from_pretrained(TINY, num_hidden_layers=8).save_pretrained(tmp_path / "model")
     own = f"model.name_or_path={tmp_path}/model model.tokenizer_name_or_path={TINY} model.random_init=true"
@@ -89,7 +99,7 @@ def test_blocks_that_are_alike_cost_alike(settings, resolve_settings, tmp_path):
     assert found.block_counts == [2, 4]
     whole = Estimator(plan, data, RATES["h100"])
     whole.block_counts = [8]
-    frozen = found.decide_frozen_weights(plan)
+    frozen = decide_frozen_weights(plan, H100_BYTES)
     assert found.estimate_work(plan, frozen) == whole.estimate_work(plan, frozen)
     memory, _ = found.estimate_memory(plan, frozen)
     assert memory == pytest.approx(whole.estimate_memory(plan, frozen)[0], rel=0.05)

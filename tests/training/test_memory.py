@@ -16,6 +16,9 @@ from support.pytests import refused, sampled, slow, succeeded
 from support.runs import TINY, small_run, train
 from support.tracked import Tracker
 from support.warm import launch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dpo.data.preflight import load_data
 from dpo.parallel.sharding import local_tensor
@@ -199,6 +202,16 @@ def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_
     found, [note] = predict(plan, data)
     assert note.startswith("warning: activations are estimated roughly, as the model cannot run here: ")
     assert counted / 3 < found["activations"] < 3 * counted
+
+
+def test_values_narrower_than_queries_are_counted_without_attention_weights():
+    query, key, value = (torch.randn(1, 2, 40, width, requires_grad=True) for width in (24, 24, 16))
+    kept = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        out, _ = memory._attend(nn.Module(), query, key, value, None)
+    assert kept
+    assert all(shape[-2:] != (40, 40) for shape in kept)
+    assert torch.allclose(out, sdpa_attention_forward(nn.Module(), query, key, value, None)[0], atol=1e-6)
 
 
 def test_an_online_run_has_the_longest_answers_and_a_reward_model(predict_for, tokenizer, tmp_path):
