@@ -322,7 +322,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, 
     A GPU's take narrower values, such as DeepSeek's, as they are.
     """
     width = value.shape[-1]
-    value = pad(value, (0, query.shape[-1] - width))
+    if missing := query.shape[-1] - width:
+        value = pad(value, (0, missing))
     out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     return out[..., :width], weights
 
