@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from support.trainers import compose
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainers
 from dpo.data.examples import Example
@@ -317,6 +320,31 @@ def test_the_norm_of_a_large_gradient_is_exact():
     parameter = torch.nn.Parameter(torch.empty(4096, 4096))
     parameter.grad = torch.full_like(parameter, 0.1)
     assert clip_gradient([parameter], 1.0).item() == pytest.approx(409.6, rel=1e-5)
+
+
+class CallCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_norm_takes_one_operation_for_each_parameter():
+    """On a GPU every operation is a kernel to launch; `promote_types` is none."""
+
+    def count_calls(n: int) -> Counter:
+        parameters = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(n)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(4, 4)
+        with CallCounter() as counter:
+            clip_gradient(parameters, 1.0)
+        return counter.calls
+
+    more = count_calls(10) - count_calls(4)
+    assert more == {"aten::linalg_vector_norm": 6, "aten::promote_types": 6}
 
 
 # --- trainers ------------------------------------------------------------------------------------------------------
