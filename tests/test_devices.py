@@ -61,7 +61,6 @@ ON_A_GPU = {  # by a test that takes the branch of a GPU on a CPU, here or in an
     ),
     "test_memory_that_runs_out_inside_a_library_gets_the_same_advice": "training.memory:explain_memory_error",
     "test_one_process_cuts_a_model_over_all_gpus": "training.parts:place",
-    "test_an_estimate_uses_no_gpu_of_this_machine": "parallel.mesh:fake_processes",
     f"{PACKAGE}::test_the_packages_own_sum_gives_the_same_numbers": (
         "parallel.tensor_parallel_package:_make_rules parallel.tensor_parallel_package:state_dict"
     ),

@@ -41,14 +41,9 @@ class Mesh:
     other processes, they send nothing.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        dims: ParallelDims = ParallelDims(),
-        *,
-        timeout_secs: float = 1800,
-        uses_gpus: bool = True,  # if there are any
-    ):
+    uses_gpus = True  # if there are any
+
+    def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800):
         self.rank = rank
         self.world_size = dims.world_size
         self.tensor_size = dims.tensor_size
@@ -59,7 +54,7 @@ class Mesh:
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():
-            if uses_gpus and count_gpus():
+            if self.uses_gpus and count_gpus():
                 self.device = torch.device(GPU, torch.cuda.current_device())
             # Silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -117,6 +112,8 @@ class CollectiveCounter(TorchDispatchMode):
 class FakeMesh(Mesh):
     """A mesh whose other processes do not exist: sums over it are 0, as the tensors may have no values."""
 
+    uses_gpus = False
+
     def add(self, values: torch.Tensor) -> torch.Tensor:
         super().add(values)  # so that it is counted
         return torch.zeros(values.shape, dtype=values.dtype)
@@ -132,6 +129,6 @@ def fake_processes(dims: ParallelDims) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
     try:
-        yield FakeMesh(0, dims, uses_gpus=False)
+        yield FakeMesh(0, dims)
     finally:
         dist.destroy_process_group()

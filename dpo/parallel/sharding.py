@@ -340,9 +340,7 @@ def take_parts(state: Any, name: str, mesh: Mesh) -> tuple[Any, Parts]:
                 # The copy is needed, as tied weights share memory, which safetensors refuses.
                 parts[join_path(name, path)] = (_find_begin(value), local.to("cpu", copy=True))
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, Tensor):
-            return value.detach().cpu() if is_rank_0() else None
-        return value
+        return full_state(value)
 
     return tree_map_with_path(take, state), parts
 

@@ -59,7 +59,10 @@ PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb nu
 def get_local_dir(prefixes: Sequence[str]) -> str:
     """Return `PREFIX/USER` for the first prefix that exists, or for the last if none does."""
     prefix = next(filter(os.path.exists, prefixes), prefixes[-1])
-    return os.path.join(prefix, getpass.getuser())
+    user = str(os.getuid())  # in a container, it may have no name
+    with suppress(KeyError, OSError):
+        user = getpass.getuser()
+    return os.path.join(prefix, user)
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:

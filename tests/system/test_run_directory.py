@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import tqdm
@@ -20,7 +21,13 @@ from support.runs import ROOT, read_json, read_rows
 
 from dpo.errors import WarningLine
 from dpo.system.host import harden_stdio
-from dpo.system.run_directory import RunLog, check_holds_no_run, lock_run_dir, write_run_facts
+from dpo.system.run_directory import RunLog, check_holds_no_run, get_local_dir, lock_run_dir, write_run_facts
+
+
+@pytest.mark.parametrize("error", [KeyError, OSError])  # of Python before 3.13, and of later ones
+def test_a_user_without_a_name_as_in_a_container_has_a_directory(error, tmp_path, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=error))
+    assert get_local_dir([str(tmp_path)]) == f"{tmp_path}/{os.getuid()}"
 
 
 def test_a_new_directory_holds_config_and_environment(run_dir, monkeypatch):
