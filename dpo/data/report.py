@@ -109,7 +109,7 @@ class SplitCounter:
         """Count the prompt's example `index` in a field of the report, and add the example's row to `problems`."""
         setattr(self.report, name, getattr(self.report, name) + 1)
         if prompt.rows:  # the field "truncated_prompts" gives the problem "truncated prompt"
-            self.add_problem(prompt.dataset, prompt.rows[index], name.replace("_", " ").removesuffix("s"))
+            self.add_problem(prompt.dataset, prompt.rows[index], re.sub(r"s\b", "", name.replace("_", " ")))
 
     def add_problem(self, dataset: str, record: int, problem: str, reason: str = "") -> None:
         self.problems.append({"dataset": dataset, "record": record, "problem": problem, "reason": reason})

@@ -96,7 +96,9 @@ class Server:
         """
         data = json.dumps(body).encode()
         wait = WAIT_SECS
-        for number in range(1, N_TRIES + 1):
+        n_left = N_TRIES
+        while True:
+            n_left -= 1
             # a new one each time: urllib changes a request for a proxy, and would send it unencrypted the next time
             request = Request(f"{self.url}/chat/completions", data, self._headers)
             status = 503  # a call without a reply counts as busy
@@ -107,11 +109,10 @@ class Server:
                 failure = OSError(f"status {status}: {content.decode(errors='replace')}")
             except (OSError, HTTPException) as error:
                 failure = error
-            if number == N_TRIES or status not in BUSY:
+            if n_left == 0 or status not in BUSY:
                 raise failure
             time.sleep(wait)
             wait *= 2
-        return None  # not reached: the last try returns or raises
 
     def _fetch(self, request: Request) -> tuple[int, bytes]:
         """Return status and content of a reply.

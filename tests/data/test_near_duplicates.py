@@ -34,7 +34,7 @@ def test_the_records_of_near_duplicates_are_named(tokenizer):
     train = [prompt_of(KEPT, " It lasts ten hours or more.", " No.")]
     test = [each._replace(dataset="mine", rows=[number]) for number, each in enumerate((prompt_of("q "), *train), 1)]
     named = [(problem["record"], problem["problem"]) for problem in compare(tokenizer, train, test).problems]
-    assert named == [(2, "prompts like train"), (2, "answers in train")]
+    assert named == [(2, "prompt like train"), (2, "answer in train")]
 
 
 @pytest.mark.parametrize(
