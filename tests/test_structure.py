@@ -22,7 +22,7 @@ from support.runs import ROOT, run_python
 LIMITS = {  # tokens of Python and Jinja; what adds to them names what goes. Lines, docstrings and comments are free
     "product": 154_000,
     "experiments and benchmarks": 18_700,
-    "tests": 186_700,
+    "tests": 186_800,
 }
 DOCUMENT_KB, README_LINES = 266, 190
 PARTS = {"tests": "tests", "experiments": "experiments and benchmarks", "benchmarks": "experiments and benchmarks"}

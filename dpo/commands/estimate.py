@@ -128,7 +128,7 @@ def list_ways(plan: Plan, n_gpus: int, rates: Rates) -> Iterator[list[Plan]]:
     The plans of a list have 1, 2, 4, ... backward passes per update, and the last one has a pass for each example of a
     process.
     """
-    n_here = min(n_gpus, int(rates.gpus_per_machine))  # JSON may say 8.0
+    n_here = min(n_gpus, math.ceil(rates.gpus_per_machine))  # JSON may say 8.0
     divisions: list[dict] = [{"trainer": "FSDPTrainer"}]
     if n_gpus > n_here and n_gpus % n_here == 0:
         divisions.append({"trainer": "FSDPTrainer", "fsdp_shard_size": n_here})

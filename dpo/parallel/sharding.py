@@ -165,10 +165,11 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
     # A text model may declare blocks of the images' or the sound's part, which it lacks.
     blocks = [module for module in model.modules() if type(module).__name__ in names and module is not model]
     if not blocks:
-        classes = sorted({type(module).__name__ for module in model.modules()})
+        # what lists of modules begin with
+        classes = sorted({type(module).__name__ for name, module in model.named_modules() if name.endswith(".0")})
         raise InputError(
             f"model.block_name={block_name or 'null'} names no transformer blocks of {type(model).__name__}: set it to "
-            f"their class, one of {', '.join(classes)}"
+            f"null or {' or '.join(classes)}"
         )
     return blocks
 

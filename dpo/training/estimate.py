@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, explaining_library, one_sentence
@@ -34,6 +34,12 @@ from dpo.training.memory import (
 from dpo.training.objective import Objective, Reference
 from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import make_reference_logps, place
+
+# torch has formulas for its attention on GPUs alone, and estimates are made on CPUs.
+register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, get_raw=True)(sdpa_flop)
+register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, get_raw=True)(
+    sdpa_backward_flop
+)
 
 # The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
 # blocks of two kinds may alternate.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -278,12 +277,16 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
 def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch, mesh: Mesh | None) -> int:
     """Run a forward pass on tensors without values, and count the bytes that it keeps for a backward pass.
 
-    This changes `policy`: its weights become fake tensors on the CPU; its attention changes, under FSDP also its dtype.
+    This changes `policy`: its weights become fake tensors on the CPU, its attention plain and, under FSDP, its dtype
+    that of computation.
     """
     head = policy.get_output_embeddings()
     vocabulary = head and head.weight.shape[0]  # None for a reward model
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
-        policy.to(DTYPES[plan.compute_dtype])
+        policy.to(DTYPES[plan.compute_dtype])  # and its buffers, which hardly matter
+    # A GPU's kernels keep no attention weights. A CPU's do if values are narrower than queries, as DeepSeek's are.
+    drops_weights = plan.gpus and policy.config._attn_implementation != "eager"
+    rows, length = microbatch.inputs.input_ids.shape
     use_plain_attention(policy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # `count_activations` explains errors
@@ -292,7 +295,10 @@ def _run_on_fakes(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatc
 
     def keep(tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves for the backward pass."""
-        if tensor.ndim == 0 or tensor.shape[-1] != vocabulary:  # `count_logits` counts logits
+        shape = tensor.shape
+        if drops_weights and shape[-2:] == (length, length) and tensor.numel() > rows * length**2:
+            return tensor  # weights of several heads, and no mask or hidden state that is as wide as rows are long
+        if shape[-1:] != (vocabulary,):  # `count_logits` counts logits
             kept.add(local_tensor(tensor).untyped_storage())
         return tensor
 
@@ -311,21 +317,9 @@ def use_plain_attention(model: Any) -> None:
     Ours read values, which fake tensors do not have.
     """
     if model.config._attn_implementation != "eager":
-        AttentionInterface.register(PLAIN_ATTENTION, _attend)
+        AttentionInterface.register(PLAIN_ATTENTION, sdpa_attention_forward)
         AttentionMaskInterface.register(PLAIN_ATTENTION, sdpa_mask)
         model.set_attn_implementation(PLAIN_ATTENTION)
-
-
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple:
-    """Attend with values padded to the width of queries, as a CPU's kernels keep all weights of narrower ones.
-
-    A GPU's take narrower values, such as DeepSeek's, as they are.
-    """
-    width = value.shape[-1]
-    if missing := query.shape[-1] - width:
-        value = pad(value, (0, missing))
-    out, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-    return out[..., :width], weights
 
 
 def decide_frozen_weights(plan: Plan, available: float | None = None) -> str | None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,9 @@ from support.pytests import refused, sampled, slow, succeeded
 from support.runs import TINY, small_run, train
 from support.tracked import Tracker
 from support.warm import launch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dpo.data.preflight import load_data
+from dpo.models.layouts import Padded
 from dpo.parallel.sharding import local_tensor
 from dpo.settings.keys import STEPS_OF_LR
 from dpo.settings.plan import resolve
@@ -204,14 +203,22 @@ def test_a_model_that_cannot_run_without_data_is_estimated_with_a_sentence(plan_
     assert counted / 3 < found["activations"] < 3 * counted
 
 
-def test_values_narrower_than_queries_are_counted_without_attention_weights():
-    query, key, value = (torch.randn(1, 2, 40, width, requires_grad=True) for width in (24, 24, 16))
-    kept = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
-        out, _ = memory._attend(nn.Module(), query, key, value, None)
-    assert kept
-    assert all(shape[-2:] != (40, 40) for shape in kept)
-    assert torch.allclose(out, sdpa_attention_forward(nn.Module(), query, key, value, None)[0], atol=1e-6)
+def test_gpus_keep_no_attention_weights_even_if_values_are_narrower_than_queries(plan_of, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "first_k_dense_replace": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    heads |= {"q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 16}
+    transformers.DeepseekV3Config(**sizes, **heads, vocab_size=1024).save_pretrained(tmp_path)
+    own = f"model.name_or_path={tmp_path} model.tokenizer_name_or_path={TINY} model.random_init=true"
+    plan = plan_of(f"{own} batch_size=16")
+    data = load_data(plan, silent=True)
+    batches = memory.read_batches(plan, data)
+    microbatch = memory.find_largest_microbatch(plan, data, batches, Padded())
+    on_cpu, on_gpu = (
+        memory._run_on_fakes(replace(plan, gpus=n), memory.make_policy_structure(plan), Padded(), microbatch, None)
+        for n in (0, 1)
+    )
+    rows, length = microbatch.inputs.input_ids.shape
+    assert on_cpu - on_gpu == 2 * 8 * rows * length**2 * 4  # in 2 layers, of 8 heads, 4 bytes each
 
 
 def test_an_online_run_has_the_longest_answers_and_a_reward_model(predict_for, tokenizer, tmp_path):
