@@ -20,7 +20,7 @@ from dpo.errors import InputError
 from dpo.settings.places import check_exists
 from dpo.system.run_directory import REPORT, is_locked
 
-LONGEST_SILENCE_SECS = 10  # after these a connection on which no more of a request comes is closed
+LONGEST_SILENCE_SECS = 60  # a browser that sends or takes nothing for longer is not waited for
 
 
 @command
