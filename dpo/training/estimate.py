@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop, sdpa_flop
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, explaining_library, one_sentence
@@ -34,12 +35,6 @@ from dpo.training.memory import (
 from dpo.training.objective import Objective, Reference
 from dpo.training.optimization import count_states, make_optimizer
 from dpo.training.parts import make_reference_logps, place
-
-# torch has formulas for its attention on GPUs alone, and estimates are made on CPUs.
-register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, get_raw=True)(sdpa_flop)
-register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, get_raw=True)(
-    sdpa_backward_flop
-)
 
 # The whole model's costs are extrapolated from those of models with 2 and with 4 blocks. These are even numbers, as
 # blocks of two kinds may alternate.
@@ -63,6 +58,7 @@ RATES = {
     "a100": Rates(80, {"bfloat16": 125, "float16": 125, "float32": 15}, 1600, 240, 20),
     "h100": Rates(80, {"bfloat16": 400, "float16": 400, "float32": 40}, 2700, 340, 40),
     "h200": Rates(141, {"bfloat16": 400, "float16": 400, "float32": 40}, 3800, 340, 40),
+    "b200": Rates(180, {"bfloat16": 900, "float16": 900, "float32": 60}, 6400, 720, 40),
 }
 
 
@@ -169,11 +165,12 @@ def simulate(
     policy.train()
     explaining = explaining_library(
         lambda error: InputError(
-            f"{plan.model.name_or_path} does not run on tensors without values: {one_sentence(error)} (a mixture of "
+            f"{plan.model.name_or_path} does not run on tensors without values: {one_sentence(error)} (mixtures of "
             f"experts may need model.fsdp_policy_mp=bfloat16)"
         )
     )
-    with counter, flop_counter, explaining:
+    # The counter knows matrix products, of which the kernel MATH consists, but not a CPU's other kernels.
+    with counter, flop_counter, explaining, sdpa_kernel(SDPBackend.MATH):
         context = objective.prepare(batch)  # outside of `fake`, as it reads values: the weights of the examples
         with fake:
             metrics = objective.accumulate(batch, context, reduce_once=plan.fsdp.fsdp_reduce_once)

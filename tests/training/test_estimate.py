@@ -11,6 +11,7 @@ import transformers
 from support.pytests import slow
 from support.runs import TINY, compose, small_run
 from support.warm import launch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo.data.preflight import load_data
@@ -54,7 +55,7 @@ def count_in_a_run(rank: int, world_size: int, config: Any, file: Path) -> None:
         trainer.objective.cache_reference(trainer.batches.train(), folder=str(file.parent))
     batch = next(trainer.batches.train())
     counter, flops = CollectiveCounter(trainer.mesh), FlopCounterMode(display=False)
-    with counter, flops:
+    with counter, flops, sdpa_kernel(SDPBackend.MATH):
         trainer.train_step(batch)
     if rank == 0:
         file.write_text(json.dumps([counter.calls, counter.n_bytes, flops.get_total_flops()]))
