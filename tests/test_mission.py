@@ -154,7 +154,7 @@ def test_e_an_unknown_class_of_blocks_is_refused_before_data_and_weights(trainer
     for name in ("dpo.data.preflight.load_data", "dpo.models.loading.load_model"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("was read"))
     with refused(
-        "block_name=LlamaLayer names no transformer blocks of LlamaForCausalLM: set it to null or LlamaDecoderLayer$"
+        "block_name=LlamaLayer names no transformer blocks of LlamaForCausalLM: set it to their class: LlamaDecoderLayer$"
     ):
         run("run", *trainer.split(), "model.block_name=LlamaLayer")
 

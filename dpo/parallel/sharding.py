@@ -169,7 +169,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[nn.Module]:
         classes = sorted({type(module).__name__ for name, module in model.named_modules() if name.endswith(".0")})
         raise InputError(
             f"model.block_name={block_name or 'null'} names no transformer blocks of {type(model).__name__}: set it to "
-            f"null or {' or '.join(classes)}"
+            f"their class: {' or '.join(classes)}"
         )
     return blocks
 
